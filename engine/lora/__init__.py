@@ -1,0 +1,1 @@
+"""Adapters inside the engine: parsing, host cache, device slots, LoRA-aware layers."""

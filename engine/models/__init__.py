@@ -1,0 +1,1 @@
+"""Transformers models with the engine's attention and LoRA-aware layers injected."""
