@@ -1,0 +1,150 @@
+"""The seam between HTTP and the cluster.
+
+The ingress formats and authenticates; a ``Backend`` does the rest. The Ray implementation is
+``ray_backend.py``; tests use one in their own process. Errors are those of ``errors.py`` and of
+``engine.errors``, raised as themselves (never wrapped), before the first item of a stream wherever
+the cause is known by then.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from adapters import AdapterVersion
+from deployments.generation import (
+    GenerateRequest,
+    GenerationItem,
+    TokenizeRequest,
+    TokenizeResult,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseModelInfo:
+    """The base model as users see it. ``id`` is its public name, ``root`` where it came from."""
+
+    id: str
+    root: str
+    max_model_len: int
+    vocab_size: int
+    created: int
+
+
+class AdapterState(StrEnum):
+    """Where a name stands. All but PREPARING can be asked for."""
+
+    PREPARING = "preparing"
+    READY = "ready"
+    REPLACING = "replacing"
+    UNLOADING = "unloading"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaResidency:
+    """What one replica holds of one adapter. Registered but not resident is normal."""
+
+    replica_id: str
+    generation: int
+    host: bool
+    slot: int | None
+    num_running: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterStatus:
+    """One adapter: its version, its state, and each live replica's residency."""
+
+    version: AdapterVersion
+    state: AdapterState
+    replicas: tuple[ReplicaResidency, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStatus:
+    """One replica as the controller sees it."""
+
+    replica_id: str
+    node: str
+    live: bool
+    draining: bool
+    table_version: int
+    lease_left_s: float
+    num_running: int
+    num_waiting: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadAdapter:
+    """Register an adapter under a name on every replica.
+
+    ``source`` is an absolute path or a URI that a resolver understands; None lets the resolvers
+    find the name. ``load_inplace`` allows replacing what the name means now. ``requested_by`` and
+    ``requested_from`` go to the journal for audits.
+    """
+
+    name: str
+    source: str | None = None
+    load_inplace: bool = False
+    pin: bool = False
+    requested_by: str = ""
+    requested_from: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnloadAdapter:
+    """Forget a name on every replica. Requests in flight finish on what they started with.
+
+    ``force`` aborts them instead. ``timeout_s`` bounds the wait for the replicas' agreement.
+    """
+
+    name: str
+    force: bool = False
+    timeout_s: float | None = None
+    requested_by: str = ""
+    requested_from: str = ""
+
+
+class Backend(Protocol):
+    """Everything that the ingress may ask of the cluster."""
+
+    @property
+    def allow_runtime_updating(self) -> bool:
+        """Whether load and unload are allowed; if not they raise RuntimeUpdatingDisabledError."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationItem]:
+        """Stream one request: a GenerationStart, then lists of outputs until it finished.
+
+        The first outputs come at once, later ones are gathered by time. The stream ends after the
+        output whose ``request_finished`` is true. Closing the iterator aborts the request.
+        """
+
+    async def tokenize(self, request: TokenizeRequest) -> TokenizeResult:
+        """Turn a prompt into token ids as ``generate`` would."""
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Turn token ids into text, special tokens included."""
+
+    async def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Return each token's own bytes, for logprobs: a token may be part of a character."""
+
+    async def base_model(self) -> BaseModelInfo:
+        """Describe the base model."""
+
+    async def list_adapters(self) -> list[AdapterStatus]:
+        """List every registered adapter by name."""
+
+    async def get_adapter(self, name: str) -> AdapterStatus:
+        """Describe one registered adapter, or raise AdapterNotFoundError."""
+
+    async def load_adapter(self, load: LoadAdapter) -> AdapterVersion:
+        """Register or replace an adapter on every live replica; returns once all of them agree."""
+
+    async def unload_adapter(self, unload: UnloadAdapter) -> AdapterVersion:
+        """Forget an adapter on every live replica; returns the version that was in service."""
+
+    async def list_replicas(self) -> list[ReplicaStatus]:
+        """List the replicas that hold or recently held a lease."""
+
+    async def healthy(self) -> bool:
+        """Whether the controller answers and at least one replica can serve."""

@@ -1,0 +1,71 @@
+"""How every deliberate error looks over HTTP: one table.
+
+Status, OpenAI error type, the request field at fault, and when to try again. An error may name its
+own ``param``; a type that is not in the table is looked up by its bases, and anything else is an
+internal error whose message stays inside.
+"""
+
+from dataclasses import dataclass, replace
+
+from adapters import InvalidAdapterNameError
+from deployments import errors
+from engine import errors as engine_errors
+
+_RETRY_AFTER_S = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorStatus:
+    """What an error becomes on the wire."""
+
+    status: int
+    type: str
+    param: str | None = None
+    retry_after_s: int | None = None
+
+
+_INTERNAL = ErrorStatus(500, "InternalServerError")
+_UNAVAILABLE = ErrorStatus(503, "ServiceUnavailableError", retry_after_s=_RETRY_AFTER_S)
+_OVERLOADED = ErrorStatus(429, "RateLimitError", retry_after_s=_RETRY_AFTER_S)
+_BAD_REQUEST = ErrorStatus(400, "BadRequestError")
+_BAD_ADAPTER = ErrorStatus(400, "InvalidUserInput")
+
+ERROR_TABLE: dict[type[Exception], ErrorStatus] = {
+    InvalidAdapterNameError: ErrorStatus(400, "InvalidUserInput", "lora_name"),
+    errors.ClusterError: _INTERNAL,
+    errors.AdapterNotFoundError: ErrorStatus(404, "NotFoundError", "model"),
+    errors.AdapterAlreadyLoadedError: ErrorStatus(400, "InvalidUserInput", "lora_name"),
+    errors.AdapterRejectedError: ErrorStatus(400, "InvalidUserInput", "lora_path"),
+    errors.AdapterSourceError: ErrorStatus(404, "NotFoundError", "lora_path"),
+    errors.NameConflictError: ErrorStatus(400, "InvalidUserInput", "lora_name"),
+    errors.PathNotAllowedError: ErrorStatus(403, "PermissionDeniedError", "lora_path"),
+    errors.RuntimeUpdatingDisabledError: ErrorStatus(403, "PermissionDeniedError"),
+    errors.ResolverUnavailableError: ErrorStatus(
+        503, "ServiceUnavailableError", "model", _RETRY_AFTER_S
+    ),
+    errors.OperationTimeoutError: ErrorStatus(504, "TimeoutError"),
+    errors.ReplicaUnavailableError: _UNAVAILABLE,
+    errors.OverloadedError: _OVERLOADED,
+    engine_errors.EngineError: _INTERNAL,
+    engine_errors.InvalidRequestError: _BAD_REQUEST,
+    engine_errors.PromptTooLongError: _BAD_REQUEST,
+    engine_errors.AdapterError: _BAD_ADAPTER,
+    engine_errors.InvalidAdapterError: _BAD_ADAPTER,
+    engine_errors.UnsupportedAdapterError: _BAD_ADAPTER,
+    # The replica registers an adapter before it admits a request for it, so this is a race lost
+    # against an unload, and the next try gets the right answer.
+    engine_errors.AdapterNotLoadedError: _UNAVAILABLE,
+    engine_errors.CapacityError: _UNAVAILABLE,
+    engine_errors.QueueFullError: _OVERLOADED,
+    engine_errors.UnsupportedModelError: _INTERNAL,
+}
+
+
+def error_status(error: BaseException) -> ErrorStatus:
+    """Look up an error by its type, else its nearest base, else as an internal error."""
+    for cls in type(error).__mro__:
+        status = ERROR_TABLE.get(cls)
+        if status is not None:
+            param = getattr(error, "param", None)
+            return replace(status, param=param) if param else status
+    return _INTERNAL

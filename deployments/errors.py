@@ -1,0 +1,153 @@
+"""Everything the cluster side raises on purpose.
+
+    ClusterError
+    ├── AdapterNotFoundError            no adapter of that name, and no resolver knows one
+    │   └── GenerationNotFoundError     the name is known, the asked generation is not current
+    ├── AdapterAlreadyLoadedError       the name is taken and the caller did not ask to replace
+    ├── AdapterRejectedError            a replica refused it; carries each replica's reason
+    ├── AdapterSourceError              the path or URI holds no adapter
+    ├── NameConflictError               the name belongs to the base model
+    ├── PathNotAllowedError             outside the directories that the operator allows
+    ├── RuntimeUpdatingDisabledError    the operator switched loading at run time off
+    ├── ResolverUnavailableError        a source failed: not the same as "not found"
+    ├── OperationTimeoutError           an operation did not end in time; its outcome is in doubt
+    ├── ReplicaUnavailableError         no replica can serve this now; try again
+    └── OverloadedError                 queues are full; try again
+
+Errors cross process borders, so each survives pickling with its message and its facts. How they
+look over HTTP is decided by ``error_table.py`` alone.
+"""
+
+from collections.abc import Mapping
+
+
+class ClusterError(Exception):
+    """Base of everything the cluster side raises on purpose.
+
+    ``param`` names the request field at fault, None when the table's default applies.
+    """
+
+    param: str | None = None
+
+    @property
+    def message(self) -> str:
+        return str(self.args[0]) if self.args else type(self).__name__
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exception's own pickling would call __init__ with the finished message.
+        return (_rebuild, (type(self), self.args, self.__dict__))
+
+
+def _rebuild(
+    cls: type[ClusterError], args: tuple[object, ...], facts: Mapping[str, object]
+) -> ClusterError:
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(facts)
+    return error
+
+
+class AdapterNotFoundError(ClusterError):
+    """No adapter of that name is registered and no resolver knows one."""
+
+    def __init__(self, name: str, *, param: str | None = None) -> None:
+        super().__init__(f"The model `{name}` does not exist.")
+        self.name = name
+        self.param = param
+
+
+class GenerationNotFoundError(AdapterNotFoundError):
+    """The adapter exists, but the generation asked for is not the one in service."""
+
+    def __init__(self, name: str, generation: int, current: int) -> None:
+        super().__init__(f"{name}@{generation}")
+        self.args = (
+            f"The model `{name}@{generation}` does not exist: generation {current} is in service.",
+        )
+        self.generation = generation
+        self.current = current
+
+
+class AdapterAlreadyLoadedError(ClusterError):
+    """The name is in use and the caller did not ask to replace what it means."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"The lora adapter '{name}' has already been loaded. If you want to load the adapter "
+            f"in place, set 'load_inplace' to True."
+        )
+        self.name = name
+
+
+class AdapterRejectedError(ClusterError):
+    """At least one replica refused the adapter, so nothing was changed anywhere.
+
+    ``reasons`` maps replica ids to what each said.
+    """
+
+    def __init__(self, name: str, reasons: Mapping[str, str]) -> None:
+        distinct = sorted(set(reasons.values()))
+        super().__init__(f"adapter {name!r} was rejected: " + "; ".join(distinct))
+        self.name = name
+        self.reasons = dict(reasons)
+
+
+class AdapterSourceError(ClusterError):
+    """The given path or URI holds no adapter."""
+
+    def __init__(self, name: str, source: str, detail: str) -> None:
+        super().__init__(f"no adapter {name!r} at {source!r}: {detail}")
+        self.name = name
+        self.source = source
+
+
+class NameConflictError(ClusterError):
+    """The name belongs to the base model."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name!r} is the base model's name and cannot name an adapter.")
+        self.name = name
+
+
+class PathNotAllowedError(ClusterError):
+    """The path lies outside the directories that the operator allows."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"{path!r} is not under a directory that adapters may be loaded from.")
+        self.path = path
+
+
+class RuntimeUpdatingDisabledError(ClusterError):
+    """The operator switched loading and unloading at run time off."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Loading and unloading adapters at run time is disabled. Set "
+            "LORAFLEET_ALLOW_RUNTIME_LORA_UPDATING=1 to enable it."
+        )
+
+
+class ResolverUnavailableError(ClusterError):
+    """An adapter source failed, so it is unknown whether the adapter exists."""
+
+    def __init__(self, name: str, detail: str) -> None:
+        super().__init__(f"cannot look up adapter {name!r}: {detail}")
+        self.name = name
+
+
+class OperationTimeoutError(ClusterError):
+    """An operation did not finish in time. Asking again is safe: operations are idempotent."""
+
+    def __init__(self, name: str, waited_s: float, waiting_for: str) -> None:
+        super().__init__(
+            f"the operation on {name!r} did not finish in {waited_s:g} s ({waiting_for})"
+        )
+        self.name = name
+
+
+class ReplicaUnavailableError(ClusterError):
+    """No replica can serve this at the moment; the request was not started."""
+
+
+class OverloadedError(ClusterError):
+    """Every queue is full; the request was not started."""
