@@ -1,0 +1,162 @@
+"""What the controller and the replicas say to each other.
+
+The conversation is level-triggered: a replica says what it has, the controller answers with what
+there should be. A lost, repeated or late message therefore does no harm, and either side may
+restart at any moment.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from adapters import AdapterVersion
+from deployments.errors import ClusterError
+
+
+class LeaseLostError(ClusterError):
+    """The controller does not count this replica among its members: it must register again."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberId:
+    """One life of one replica: a restarted replica is another member."""
+
+    replica_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residency:
+    """What a replica holds of one adapter, by its bytes."""
+
+    digest: str
+    host: bool
+    slot: int | None
+    num_running: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableChange:
+    """A name's new meaning; ``version`` None forgets it.
+
+    ``abort_running`` asks to abort what still runs on the old version.
+    """
+
+    name: str
+    version: AdapterVersion | None
+    abort_running: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableUpdate:
+    """Brings a replica's table to ``table_version``.
+
+    A snapshot lists every name and replaces the table; otherwise only names that changed.
+    """
+
+    journal_id: str
+    table_version: int
+    changes: tuple[TableChange, ...]
+    snapshot: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareCommand:
+    """Make an adapter's bytes ready to serve, and report whether that worked."""
+
+    op_id: str
+    name: str
+    generation: int
+    digest: str
+    source_uri: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareReport:
+    """How a prepare ended. ``rejection`` None means that the adapter is ready to serve.
+
+    ``retryable`` says that the same bytes may be accepted later (no room, source down).
+    """
+
+    rejection: str | None = None
+    retryable: bool = False
+    rank: int = 0
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Register:
+    """A replica asks to become a member. ``actor_name`` lets the controller see its death."""
+
+    member: MemberId
+    node: str = ""
+    actor_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisterAnswer:
+    """The whole table, and names worth preparing before the replica takes requests."""
+
+    update: TableUpdate
+    warm_names: tuple[str, ...]
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """A replica renews its lease, acknowledges what it applied, and waits for news."""
+
+    member: MemberId
+    journal_id: str
+    table_version: int
+    known_operations: frozenset[str] = frozenset()
+    residency: tuple[Residency, ...] = ()
+    num_running: int = 0
+    num_waiting: int = 0
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchAnswer:
+    """News, if any, and every prepare that this replica should know at this moment.
+
+    A prepare that the replica knows and that is missing here has ended: the table says how.
+    """
+
+    update: TableUpdate | None
+    preparing: tuple[PrepareCommand, ...]
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """A name's version and the table version from which on every replica knows it."""
+
+    version: AdapterVersion
+    table_version: int
+
+
+class ReplicaPort(Protocol):
+    """What a replica may ask of the controller."""
+
+    async def register(self, request: Register) -> RegisterAnswer:
+        """Become a member. The lease starts when the controller receives the request."""
+
+    async def watch(self, request: Watch) -> WatchAnswer:
+        """Return when there is news or after a while; raises LeaseLostError."""
+
+    async def report(self, member: MemberId, op_id: str, report: PrepareReport) -> None:
+        """Say how a prepare ended."""
+
+    async def resolve(self, name: str, member: MemberId) -> Resolved:
+        """Find an unknown name's version, registering it if a resolver knows it."""
+
+    async def leave(self, member: MemberId) -> None:
+        """End the membership at once."""
+
+
+class Liveness(Protocol):
+    """Tells which replicas are certainly dead, sooner than their leases do."""
+
+    async def find_dead(self, actor_names: Sequence[str]) -> set[str]:
+        """Return those actors of which it is certain that their process is gone."""

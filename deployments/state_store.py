@@ -1,0 +1,277 @@
+"""The durable journal: what every name means, and how far each operation got.
+
+Everything here is written before anyone is told. Knows SQL and files; knows nothing of replicas'
+answers, time-outs or Ray.
+"""
+
+import json
+import sqlite3
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from adapters import AdapterVersion
+from deployments.cluster_protocol import MemberId, Register
+from deployments.operations import Operation, OperationKind, OperationPhase
+
+# Ended operations are kept this far back, for audits and for recognising repeated calls.
+MAX_ENDED_OPERATIONS = 10_000
+_PRUNE_EVERY = 256
+
+# Another process may still be dying with the file open when the next controller starts.
+_LOCK_TIMEOUT_S = 10.0
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS adapters (
+    name TEXT PRIMARY KEY, version TEXT, table_version INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS operations (
+    op_id TEXT PRIMARY KEY, kind TEXT NOT NULL, name TEXT NOT NULL, phase TEXT NOT NULL,
+    generation INTEGER NOT NULL, digest TEXT NOT NULL, source_uri TEXT NOT NULL,
+    pinned INTEGER NOT NULL, requested_by TEXT NOT NULL, requested_from TEXT NOT NULL,
+    started_at REAL NOT NULL, ended_at REAL, table_version INTEGER, version TEXT,
+    detail TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS operations_by_phase ON operations (phase, ended_at);
+CREATE TABLE IF NOT EXISTS members (
+    replica_id TEXT NOT NULL, incarnation TEXT NOT NULL, node TEXT NOT NULL, actor_name TEXT,
+    PRIMARY KEY (replica_id, incarnation)) WITHOUT ROWID;
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredState:
+    """All that a starting controller needs to know.
+
+    ``unloaded`` names were unloaded by an operator: no resolver may bring them back by itself.
+    """
+
+    journal_id: str
+    table_version: int
+    adapters: dict[str, AdapterVersion] = field(default_factory=dict)
+    unloaded: frozenset[str] = frozenset()
+    open_operations: tuple[Operation, ...] = ()
+    members: tuple[Register, ...] = ()
+
+
+class StateStore(Protocol):
+    """A durable journal. Each method returns only after its change would survive a crash."""
+
+    def load(self) -> StoredState:
+        """Read everything, at start."""
+
+    def begin(self, operation: Operation) -> Operation:
+        """Write a new operation in phase PREPARING and allocate its generation."""
+
+    def commit(self, op_id: str, version: AdapterVersion, *, forget: bool, now: float) -> Operation:
+        """Change what the name means and the operation's phase to COMMITTING, in one step.
+
+        ``version`` is what comes into service, or what leaves it when ``forget``.
+        """
+
+    def finish(self, op_id: str, *, now: float) -> None:
+        """Move a committed operation to DONE."""
+
+    def abort(self, op_id: str, detail: str, *, now: float) -> None:
+        """Move a preparing operation to ABORTED."""
+
+    def find_operation(self, op_id: str) -> Operation | None:
+        """Return an operation that was begun, if it is still remembered."""
+
+    def add_member(self, member: Register) -> None:
+        """Remember a replica, so that a restarted controller waits for its lease."""
+
+    def remove_member(self, member: MemberId) -> None:
+        """Forget a replica."""
+
+    def close(self) -> None:
+        """Release the journal for another controller."""
+
+
+class SqliteStateStore:
+    """The journal in one SQLite file, held exclusively: two controllers cannot both write."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._db = sqlite3.connect(
+            path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
+        )
+        self._db.row_factory = sqlite3.Row
+        self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=FULL")
+        self._db.executescript(_SCHEMA)
+        with self._transaction():
+            for key, value in (
+                ("journal_id", uuid.uuid4().hex),
+                ("generation", "0"),
+                ("table_version", "0"),
+            ):
+                self._db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, value))
+
+    def load(self) -> StoredState:
+        """Read everything, at start."""
+        rows = self._db.execute("SELECT name, version FROM adapters").fetchall()
+        versions = {row["name"]: _read_version(row["version"]) for row in rows}
+        return StoredState(
+            journal_id=self._meta("journal_id"),
+            table_version=int(self._meta("table_version")),
+            adapters={name: version for name, version in versions.items() if version},
+            unloaded=frozenset(name for name, version in versions.items() if version is None),
+            open_operations=tuple(self._open_operations()),
+            members=tuple(self._members()),
+        )
+
+    def begin(self, operation: Operation) -> Operation:
+        """Write a new operation in phase PREPARING and allocate its generation."""
+        with self._transaction():
+            operation = replace(
+                operation,
+                phase=OperationPhase.PREPARING,
+                generation=self._increment("generation"),
+                ended_at=None,
+                table_version=None,
+                version=None,
+                detail="",
+            )
+            self._write(operation)
+            if operation.generation % _PRUNE_EVERY == 0:
+                self._prune()
+        return operation
+
+    def commit(self, op_id: str, version: AdapterVersion, *, forget: bool, now: float) -> Operation:
+        """Change what the name means and the operation's phase to COMMITTING, in one step."""
+        with self._transaction():
+            operation = replace(
+                self._require(op_id, OperationPhase.PREPARING),
+                phase=OperationPhase.COMMITTING,
+                ended_at=now,
+                table_version=self._increment("table_version"),
+                version=version,
+            )
+            self._write(operation)
+            self._db.execute(
+                "INSERT OR REPLACE INTO adapters VALUES (?, ?, ?)",
+                (
+                    operation.name,
+                    None if forget else json.dumps(asdict(version)),
+                    operation.table_version,
+                ),
+            )
+        return operation
+
+    def finish(self, op_id: str, *, now: float) -> None:
+        """Move a committed operation to DONE."""
+        with self._transaction():
+            operation = self._require(op_id, OperationPhase.COMMITTING)
+            self._write(replace(operation, phase=OperationPhase.DONE, ended_at=now))
+
+    def abort(self, op_id: str, detail: str, *, now: float) -> None:
+        """Move a preparing operation to ABORTED."""
+        with self._transaction():
+            operation = self._require(op_id, OperationPhase.PREPARING)
+            self._write(
+                replace(operation, phase=OperationPhase.ABORTED, ended_at=now, detail=detail)
+            )
+
+    def find_operation(self, op_id: str) -> Operation | None:
+        """Return an operation that was begun, if it is still remembered."""
+        row = self._db.execute("SELECT * FROM operations WHERE op_id = ?", (op_id,)).fetchone()
+        return None if row is None else _read_operation(row)
+
+    def add_member(self, member: Register) -> None:
+        """Remember a replica, so that a restarted controller waits for its lease."""
+        with self._transaction():
+            self._db.execute(
+                "INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?)",
+                (
+                    member.member.replica_id,
+                    member.member.incarnation,
+                    member.node,
+                    member.actor_name,
+                ),
+            )
+
+    def remove_member(self, member: MemberId) -> None:
+        """Forget a replica."""
+        with self._transaction():
+            self._db.execute(
+                "DELETE FROM members WHERE replica_id = ? AND incarnation = ?",
+                (member.replica_id, member.incarnation),
+            )
+
+    def close(self) -> None:
+        """Release the journal for another controller."""
+        self._db.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def _meta(self, key: str) -> str:
+        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return str(row["value"])
+
+    def _increment(self, key: str) -> int:
+        value = int(self._meta(key)) + 1
+        self._db.execute("UPDATE meta SET value = ? WHERE key = ?", (str(value), key))
+        return value
+
+    def _require(self, op_id: str, phase: OperationPhase) -> Operation:
+        operation = self.find_operation(op_id)
+        if operation is None or operation.phase is not phase:
+            raise ValueError(f"operation {op_id} is not in phase {phase}: {operation}")
+        return operation
+
+    def _write(self, operation: Operation) -> None:
+        values: dict[str, Any] = asdict(operation)
+        values["version"] = (
+            None if operation.version is None else json.dumps(asdict(operation.version))
+        )
+        columns = ", ".join(values)
+        marks = ", ".join(f":{column}" for column in values)
+        self._db.execute(f"INSERT OR REPLACE INTO operations ({columns}) VALUES ({marks})", values)
+
+    def _prune(self) -> None:
+        ended = (OperationPhase.DONE, OperationPhase.ABORTED)
+        self._db.execute(
+            "DELETE FROM operations WHERE op_id IN (SELECT op_id FROM operations "
+            "WHERE phase IN (?, ?) ORDER BY ended_at DESC LIMIT -1 OFFSET ?)",
+            (*ended, MAX_ENDED_OPERATIONS),
+        )
+
+    def _open_operations(self) -> Iterator[Operation]:
+        rows = self._db.execute(
+            "SELECT * FROM operations WHERE phase IN (?, ?) ORDER BY generation",
+            (OperationPhase.PREPARING, OperationPhase.COMMITTING),
+        ).fetchall()
+        return map(_read_operation, rows)
+
+    def _members(self) -> Iterator[Register]:
+        for row in self._db.execute("SELECT * FROM members").fetchall():
+            yield Register(
+                member=MemberId(row["replica_id"], row["incarnation"]),
+                node=row["node"],
+                actor_name=row["actor_name"],
+            )
+
+
+def _read_version(text: str | None) -> AdapterVersion | None:
+    return None if text is None else AdapterVersion(**json.loads(text))
+
+
+def _read_operation(row: sqlite3.Row) -> Operation:
+    values = dict(row)
+    values["kind"] = OperationKind(values["kind"])
+    values["phase"] = OperationPhase(values["phase"])
+    values["pinned"] = bool(values["pinned"])
+    values["version"] = _read_version(values["version"])
+    return Operation(**values)
