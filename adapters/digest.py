@@ -1,7 +1,10 @@
 """Which files make an adapter, and the SHA-256 that identifies their content."""
 
 import hashlib
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 CONFIG_FILE = "adapter_config.json"
@@ -55,18 +58,39 @@ def find_adapter_files(root: Path) -> AdapterFiles:
     return AdapterFiles(root=root, config=config, weights=weights, extra=extra)
 
 
+class AdapterChangedError(OSError):
+    """A file changed while it was read."""
+
+
+class DigestBuilder:
+    """SHA-256 over names, sizes and content of files, to be added in sorted order."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256(b"lorafleet-adapter-v1\0")
+
+    def add(self, path: Path, size: int, chunks: Iterable[bytes | bytearray]) -> None:
+        """Add one file. Raises AdapterChangedError when the chunks do not add up to ``size``."""
+        name = path.as_posix().encode()
+        self._digest.update(len(name).to_bytes(4, "big") + name)
+        self._digest.update(size.to_bytes(8, "big"))
+        for chunk in chunks:
+            self._digest.update(chunk)
+            size -= len(chunk)
+        if size != 0:
+            raise AdapterChangedError(f"{path} changed while it was read")
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
 def adapter_digest(files: AdapterFiles) -> str:
     """SHA-256, hex, over names, sizes and content of the adapter's files in sorted order."""
-    digest = hashlib.sha256(b"lorafleet-adapter-v1\0")
+    builder = DigestBuilder()
     for path in files.all:
-        full = files.root / path
-        name = path.as_posix().encode()
-        digest.update(len(name).to_bytes(4, "big") + name)
-        digest.update(full.stat().st_size.to_bytes(8, "big"))
-        with full.open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
-    return digest.hexdigest()
+        with (files.root / path).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            builder.add(path, size, iter(partial(file.read, _CHUNK), b""))
+    return builder.hexdigest()
 
 
 def _weight_files(root: Path) -> tuple[Path, ...]:

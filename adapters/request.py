@@ -1,4 +1,4 @@
-"""The two records that travel between layers: what to load, and what the cluster knows by a name."""
+"""The records that travel between layers: what to load, and what a name means to the cluster."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ class LoRARequest:
     """An adapter in a local directory, ready for an engine to read.
 
     The engine tells adapters apart by ``digest`` alone (SHA-256 of config and weights, hex); the
-    name is for people: messages, metrics, model cards. A resolver may leave ``digest`` None; whoever
-    takes the directory into service computes it then (``adapters.adapter_digest``).
+    name is for people: messages, metrics, model cards. A resolver may leave ``digest`` None;
+    whoever takes the directory into service computes it then (``adapters.adapter_digest``).
     """
 
     lora_name: str
