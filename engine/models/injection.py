@@ -1,0 +1,105 @@
+"""Puts the engine's layers in place of a transformers model's.
+
+Knows module trees and which classes are known to be equivalent. Knows nothing of batches or of
+adapters beyond the names and widths of the modules that they may attach to.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from engine.lora.targets import LoRATarget, ModelTargets, TargetKind
+from engine.models.layers import GatedMLP, KernelLinear, KernelRMSNorm
+
+# Classes whose forward is LlamaRMSNorm's or LlamaMLP's to the letter. Others stay as they are:
+# a norm that adds one to its weight, say, has the same attributes.
+RMS_NORMS = frozenset(
+    f"transformers.models.{family}.modeling_{family}.{name}RMSNorm"
+    for family, name in (
+        ("llama", "Llama"),
+        ("mistral", "Mistral"),
+        ("mixtral", "Mixtral"),
+        ("phi3", "Phi3"),
+        ("qwen2", "Qwen2"),
+        ("qwen3", "Qwen3"),
+        ("qwen3_moe", "Qwen3Moe"),
+        ("smollm3", "SmolLM3"),
+    )
+)
+GATED_MLPS = frozenset(
+    f"transformers.models.{family}.modeling_{family}.{name}MLP"
+    for family, name in (
+        ("llama", "Llama"),
+        ("mistral", "Mistral"),
+        ("olmo2", "Olmo2"),
+        ("qwen2", "Qwen2"),
+        ("qwen3", "Qwen3"),
+        ("qwen3_moe", "Qwen3Moe"),
+        ("smollm3", "SmolLM3"),
+    )
+)
+
+
+def find_targets(model: PreTrainedModel, base_model: str) -> ModelTargets:
+    """Return every linear and embedding of `model` by path: what an adapter's config may name."""
+    return ModelTargets(
+        modules={target.name: target for target in _targets(model)},
+        base_model=base_model,
+        architecture=type(model).__name__,
+    )
+
+
+def inject_kernels(model: nn.Module) -> None:
+    """Replace linears, norms and MLPs by layers that run ``kernels.ops``."""
+    _replace(model, lambda _name, module: _kernel_layer(module))
+
+
+def inject_linears(model: nn.Module, wrap: Callable[[str, KernelLinear], KernelLinear]) -> None:
+    """Replace every `KernelLinear` by ``wrap(path, linear)``."""
+    _replace(model, lambda name, m: wrap(name, m) if isinstance(m, KernelLinear) else None)
+
+
+def _targets(model: PreTrainedModel) -> Iterator[LoRATarget]:
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            kind = TargetKind.LM_HEAD if module is head else TargetKind.LINEAR
+            yield LoRATarget(name, module.in_features, module.out_features, kind)
+        elif type(module) is Conv1D:
+            yield LoRATarget(name, module.nx, module.nf, TargetKind.CONV1D)
+        elif isinstance(module, nn.Embedding):
+            size = (module.num_embeddings, module.embedding_dim)
+            yield LoRATarget(name, *size, TargetKind.EMBEDDING)
+
+
+def _replace(root: nn.Module, make: Callable[[str, nn.Module], nn.Module | None]) -> None:
+    """Give each module's place in the tree to what `make` returns for it, leaves first."""
+    for name, module in reversed(list(root.named_modules(remove_duplicate=False))):
+        replacement = make(name, module) if name else None
+        if replacement is not None:
+            parent, _, child = name.rpartition(".")
+            setattr(root.get_submodule(parent), child, replacement)
+
+
+def _kernel_layer(module: nn.Module) -> nn.Module | None:
+    """Return the engine's equivalent of `module`, None where there is none."""
+    if type(module) is nn.Linear:
+        return KernelLinear(module.weight, module.bias)
+    if type(module) is Conv1D:
+        # Conv1D keeps [in, out]; the kernels read a row of weights for each output.
+        weight, bias = module.get_parameter("weight"), module.get_parameter("bias")
+        return KernelLinear(weight.T.contiguous(), bias)
+    path = f"{type(module).__module__}.{type(module).__qualname__}"
+    if path in RMS_NORMS:
+        assert isinstance(module.weight, torch.Tensor)
+        return KernelRMSNorm(module.weight, float(module.variance_epsilon))  # type: ignore[arg-type]
+    if path in GATED_MLPS and _is_silu(module.act_fn):
+        return GatedMLP(module.gate_proj, module.up_proj, module.down_proj)  # type: ignore[arg-type]
+    return None
+
+
+def _is_silu(activation: object) -> bool:
+    return type(activation).__name__ in ("SiLU", "SiLUActivation")

@@ -1,0 +1,180 @@
+"""The base model as the engine runs it: weights, KV cache and adapter slots behind one forward.
+
+Knows how the parts of ``engine.models`` fit together. Knows nothing of requests, scheduling or
+adapters' names.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.cache.kv_cache import allocate_kv, num_blocks_that_fit
+from engine.config import EngineConfig, LoRAConfig
+from engine.errors import UnsupportedModelError
+from engine.lora.adapter import LoRAAdapter
+from engine.lora.layers import LoRALinear
+from engine.lora.targets import ModelTargets
+from engine.lora.weights import LoRAWeights
+from engine.models.attention import (
+    ATTENTION_NAME,
+    AttentionSpec,
+    PagedAttention,
+    attach_paged_attention,
+)
+from engine.models.context import ForwardContext
+from engine.models.injection import find_targets, inject_kernels, inject_linears
+from engine.models.isolation import check_isolation
+from engine.models.layers import KernelLinear
+from engine.models.loader import load_model, resolve_device
+from engine.models.registry import max_model_len, model_class, read_config
+from engine.models.spec import ModelSpec
+from kernels.metadata import AttentionBatch, LoRABatch
+
+
+class PagedModel:
+    """A transformers causal language model over a paged KV cache, with LoRA slots.
+
+    Raises UnsupportedModelError when the model cannot be served exactly. One thread at a time may
+    call it.
+    """
+
+    spec: ModelSpec
+    targets: ModelTargets
+
+    def __init__(self, config: EngineConfig) -> None:
+        hf_config = read_config(config.model)
+        cls = model_class(hf_config)
+        length = max_model_len(hf_config, config.max_model_len)
+        device = resolve_device(config.device)
+        self._model = load_model(
+            cls,
+            hf_config,
+            config.model,
+            dtype=config.dtype,
+            device=device,
+            attention=ATTENTION_NAME,
+        )
+        self._cache_config = config.cache
+        self._context = ForwardContext()
+        self.targets = find_targets(self._model, config.model.name)
+        head = _output_head(self._model)
+        inject_kernels(self._model)
+        self._attention = attach_paged_attention(self._model, self._context)
+        self.spec = _spec(self._model, self._attention, length, device)
+        check_isolation(self.forward, self.allocate_cache, config.cache.block_size, self.spec)
+        self._release_cache()
+        self._lora = self._inject_lora(config.lora, head) if config.lora is not None else None
+
+    def num_blocks_that_fit(self) -> int:
+        """Return how many KV blocks the cache settings allow."""
+        return num_blocks_that_fit([spec.kv for _, spec in self._attention], self._cache_config)
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache of every layer, replacing what was there."""
+        block_size = self._cache_config.block_size
+        for paged, spec in self._attention:
+            kv = allocate_kv(spec.kv, num_blocks, block_size, self.spec.device)
+            paged.key_cache, paged.value_cache = kv
+
+    def write_slot(self, slot: int, adapter: LoRAAdapter) -> None:
+        """Make `slot` mean `adapter`; no running step may use the slot."""
+        self._lora_weights().write_slot(slot, adapter)
+
+    def clear_slot(self, slot: int) -> None:
+        """Make `slot` mean no adapter."""
+        self._lora_weights().clear_slot(slot)
+
+    @property
+    def slot_ranks(self) -> Sequence[int]:
+        """The largest rank in each slot, 0 for an empty one: what ``build_lora_batch`` asks for."""
+        return self._lora_weights().slot_ranks
+
+    def base_weight(self, name: str) -> torch.Tensor | None:
+        """Return the weight of the base model's module at this path, None where there is none.
+
+        For telling whether an adapter's copy of a base weight is only that.
+        """
+        try:
+            weight = getattr(self._model.get_submodule(name), "weight", None)
+        except AttributeError:
+            return None
+        return weight if isinstance(weight, torch.Tensor) else None
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBatch,
+        lora: LoRABatch | None,
+        logits_rows: torch.Tensor,
+        logits_lora: LoRABatch | None,
+    ) -> torch.Tensor:
+        """Compute one step and return the logits of the chosen tokens; fills the KV cache.
+
+        input_ids, positions   [T] int64
+        lora                   slots of the T tokens, None when all use the base model
+        logits_rows            [R] int64    tokens whose logits are wanted
+        logits_lora            slots of these R tokens, None when all use the base model
+        returns                [R, vocab] float32
+        """
+        with self._context.step(attention, lora, logits_lora):
+            output = self._model(
+                input_ids=input_ids.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=logits_rows,
+            )
+        logits: torch.Tensor = output.logits[0].float()
+        return logits
+
+    def _lora_weights(self) -> LoRAWeights:
+        if self._lora is None:
+            raise ValueError("this engine was configured without LoRA")
+        return self._lora
+
+    def _inject_lora(self, config: LoRAConfig, head: str) -> LoRAWeights:
+        weights = LoRAWeights(self.targets, config, self.spec.dtype, self.spec.device)
+
+        def wrap(name: str, linear: KernelLinear) -> KernelLinear:
+            scope = self._context.head if name == head else self._context.layers
+            return LoRALinear(linear, name, weights, scope)
+
+        inject_linears(self._model, wrap)
+        return weights
+
+    def _release_cache(self) -> None:
+        for paged, _ in self._attention:
+            paged.key_cache = paged.value_cache = None
+
+
+def _output_head(model: PreTrainedModel) -> str:
+    """Return the path of the module that computes logits."""
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if module is head:
+            return str(name)
+    raise UnsupportedModelError(f"{type(model).__name__} has no output embeddings")
+
+
+def _spec(
+    model: PreTrainedModel,
+    attention: list[tuple[PagedAttention, AttentionSpec]],
+    length: int,
+    device: torch.device,
+) -> ModelSpec:
+    first = attention[0][1].kv
+    head = model.get_output_embeddings()
+    assert isinstance(head, KernelLinear)
+    return ModelSpec(
+        vocab_size=head.out_features,
+        num_layers=len(attention),
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.head_dim,
+        windows=tuple(spec.window for _, spec in attention),
+        max_model_len=length,
+        dtype=model.dtype,
+        device=device,
+        hf_config=model.config,
+    )

@@ -1,0 +1,65 @@
+"""Tiny random checkpoints of several architectures, from a fixed seed."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+# Odd widths and head counts on purpose: nothing may rely on powers of two.
+_SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+_GEMMA = {
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 24,
+}
+
+TINY_MODELS: dict[str, dict[str, object]] = {
+    "llama": _SIZES,
+    "qwen2": _SIZES,
+    "qwen3": _SIZES,
+    "mistral": _SIZES | {"sliding_window": 7},
+    "phi3": _SIZES,
+    "gemma2": _SIZES | _GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": _SIZES | _GEMMA,
+    "gpt2": {
+        "vocab_size": 131,
+        "n_embd": 48,
+        "n_layer": 3,
+        "n_head": 6,
+        "n_positions": 256,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+}
+
+MakeModel = Callable[..., Path]
+
+
+def save_tiny_model(
+    path: Path, model_type: str, *, dtype: torch.dtype, **overrides: object
+) -> None:
+    """Write a random checkpoint of `model_type` whose weights are large enough to matter."""
+    config = AutoConfig.for_model(model_type, **(TINY_MODELS[model_type] | overrides))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # A fresh model's norms are all ones and its biases zero, which would hide errors.
+            spread = 0.1 if parameter.dim() == 1 else 0.6 * parameter.shape[-1] ** -0.5
+            parameter.add_(torch.randn_like(parameter) * spread)
+    model.to(dtype).save_pretrained(path)
