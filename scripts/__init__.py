@@ -1,0 +1,1 @@
+"""Programs that set up the demo; run from the checkout with `python -m scripts.NAME`."""
