@@ -66,8 +66,6 @@ class ReplicaStatus:
 
     replica_id: str
     node: str
-    live: bool
-    draining: bool
     table_version: int
     lease_left_s: float
     num_running: int
@@ -144,7 +142,7 @@ class Backend(Protocol):
         """Forget an adapter on every live replica; returns the version that was in service."""
 
     async def list_replicas(self) -> list[ReplicaStatus]:
-        """List the replicas that hold or recently held a lease."""
+        """List the replicas that hold a lease."""
 
     async def healthy(self) -> bool:
         """Whether the controller answers and at least one replica can serve."""

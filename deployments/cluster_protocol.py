@@ -113,7 +113,6 @@ class Watch:
     residency: tuple[Residency, ...] = ()
     num_running: int = 0
     num_waiting: int = 0
-    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,7 @@ ERROR_TABLE: dict[type[Exception], ErrorStatus] = {
         503, "ServiceUnavailableError", "model", _RETRY_AFTER_S
     ),
     errors.OperationTimeoutError: ErrorStatus(504, "TimeoutError"),
+    errors.JournalUnavailableError: _UNAVAILABLE,
     errors.ReplicaUnavailableError: _UNAVAILABLE,
     errors.OverloadedError: _OVERLOADED,
     engine_errors.EngineError: _INTERNAL,

@@ -10,6 +10,7 @@
     ├── PathNotAllowedError             outside the directories that the operator allows
     ├── RuntimeUpdatingDisabledError    the operator switched loading at run time off
     ├── ResolverUnavailableError        a source failed: not the same as "not found"
+    ├── JournalUnavailableError         the journal cannot be written, so nothing was changed
     ├── OperationTimeoutError           an operation did not end in time; its outcome is in doubt
     ├── ReplicaUnavailableError         no replica can serve this now; try again
     └── OverloadedError                 queues are full; try again
@@ -133,6 +134,10 @@ class ResolverUnavailableError(ClusterError):
     def __init__(self, name: str, detail: str) -> None:
         super().__init__(f"cannot look up adapter {name!r}: {detail}")
         self.name = name
+
+
+class JournalUnavailableError(ClusterError):
+    """The journal cannot be written (disk full, say), so nothing was changed."""
 
 
 class OperationTimeoutError(ClusterError):

@@ -4,7 +4,7 @@ Pure bookkeeping over given times. Knows nothing of adapters, the journal or Ray
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from deployments.cluster_protocol import LeaseLostError, MemberId, Register, Residency, Watch
 
@@ -18,8 +18,7 @@ class Member:
     actor_name: str | None
     expires_at: float
     table_version: int = -1
-    draining: bool = False
-    residency: tuple[Residency, ...] = ()
+    residency: dict[str, Residency] = field(default_factory=dict)
     num_running: int = 0
     num_waiting: int = 0
 
@@ -64,8 +63,7 @@ class Membership:
         if is_current_journal:
             # A late, repeated message must not take back what was acknowledged.
             member.table_version = max(member.table_version, watch.table_version)
-        member.draining = member.draining or watch.draining
-        member.residency = watch.residency
+        member.residency = {held.digest: held for held in watch.residency}
         member.num_running = watch.num_running
         member.num_waiting = watch.num_waiting
         return member
@@ -85,10 +83,6 @@ class Membership:
         """When the next lease runs out if nobody renews."""
         return min((member.expires_at for member in self._members.values()), default=None)
 
-    def voters(self) -> list[Member]:
-        """Members that operations wait for. One that drains takes no new requests."""
-        return [member for member in self._members.values() if not member.draining]
-
     def behind(self, table_version: int) -> list[Member]:
-        """Voters that have not acknowledged this table version."""
-        return [member for member in self.voters() if member.table_version < table_version]
+        """Members that have not acknowledged this table version."""
+        return [member for member in self if member.table_version < table_version]

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from adapters import AdapterVersion
 from deployments.cluster_protocol import MemberId, Register
+from deployments.errors import JournalUnavailableError
 from deployments.operations import Operation, OperationKind, OperationPhase
 
 # Ended operations are kept this far back, for audits and for recognising repeated calls.
@@ -57,7 +58,10 @@ class StoredState:
 
 
 class StateStore(Protocol):
-    """A durable journal. Each method returns only after its change would survive a crash."""
+    """A durable journal. Each method returns only after its change would survive a crash.
+
+    A change that cannot be written raises JournalUnavailableError and has not happened.
+    """
 
     def load(self) -> StoredState:
         """Read everything, at start."""
@@ -208,13 +212,16 @@ class SqliteStateStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
         try:
+            self._db.execute("BEGIN IMMEDIATE")
             yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
+            self._db.execute("COMMIT")
+        except BaseException as error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            if isinstance(error, sqlite3.Error):
+                raise JournalUnavailableError(f"the journal cannot be written: {error}") from error
             raise
-        self._db.execute("COMMIT")
 
     def _meta(self, key: str) -> str:
         row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()

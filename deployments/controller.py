@@ -1,0 +1,219 @@
+"""The one authority on what adapter names mean.
+
+Answers replicas and operators and says who may do what. How an operation proceeds is
+``adapter_operations.py``'s, how the replicas agree ``two_phase.py``'s; Ray is
+``controller_actor.py``'s.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from adapters import AdapterVersion, validate_adapter_name
+from deployments.adapter_operations import AdapterOperations
+from deployments.backend import (
+    AdapterState,
+    AdapterStatus,
+    LoadAdapter,
+    ReplicaResidency,
+    ReplicaStatus,
+    UnloadAdapter,
+)
+from deployments.clock import Clock
+from deployments.cluster_protocol import (
+    Liveness,
+    MemberId,
+    PrepareReport,
+    Register,
+    RegisterAnswer,
+    Resolved,
+    Watch,
+    WatchAnswer,
+)
+from deployments.controller_settings import ControllerSettings
+from deployments.errors import (
+    AdapterNotFoundError,
+    NameConflictError,
+    RuntimeUpdatingDisabledError,
+)
+from deployments.operations import Operation
+from deployments.sources import AdapterSources
+from deployments.state_store import StateStore
+from deployments.two_phase import TwoPhase
+
+
+class AdapterController:
+    """Adapter names, their versions, and the operations that change them.
+
+    To be built inside a running event loop: operations that a former controller left in doubt
+    start at once.
+    """
+
+    def __init__(
+        self,
+        settings: ControllerSettings,
+        store: StateStore,
+        sources: AdapterSources,
+        *,
+        liveness: Liveness,
+        clock: Clock,
+    ) -> None:
+        stored = store.load()
+        self._clock = clock
+        self._settings = settings
+        self._agreement = TwoPhase(
+            store, stored, liveness=liveness, clock=clock, lease_s=settings.lease_s
+        )
+        self._desired = self._agreement.desired
+        self._operations = AdapterOperations(settings, sources, store, self._agreement, clock)
+        self._operations.recover(stored.open_operations)
+
+    @property
+    def settings(self) -> ControllerSettings:
+        """The settings in force."""
+        return self._settings
+
+    def configure(self, settings: ControllerSettings, sources: AdapterSources) -> None:
+        """Take over the settings of a newer deployment.
+
+        Leases keep their length: some that were granted still run.
+        """
+        old = self._settings
+        settings = replace(settings, lease_s=old.lease_s, poll_s=old.poll_s)
+        self._settings = self._operations.settings = settings
+        self._operations.sources = sources
+
+    # -- replicas
+
+    async def register(self, request: Register) -> RegisterAnswer:
+        """Make a replica a member and tell it everything."""
+        self._agreement.register(request)
+        return RegisterAnswer(
+            update=self._desired.snapshot(),
+            warm_names=self._warm_names(),
+            lease_s=self._settings.lease_s,
+        )
+
+    async def watch(self, request: Watch) -> WatchAnswer:
+        """Renew a replica's lease and answer when there is news, or after a while."""
+        member = self._agreement.renew(request)
+        await self._agreement.wait_for_news(request, member, self._settings.poll_s)
+        return WatchAnswer(
+            update=self._desired.update_since(request.journal_id, request.table_version),
+            preparing=self._agreement.preparing(member),
+            lease_s=self._settings.lease_s,
+        )
+
+    async def report(self, member: MemberId, op_id: str, report: PrepareReport) -> None:
+        """Take in how a replica's prepare ended."""
+        self._agreement.report(member, op_id, report)
+
+    async def leave(self, member: MemberId) -> None:
+        """End a replica's membership."""
+        self._agreement.leave(member)
+
+    async def resolve(self, name: str, member: MemberId) -> Resolved:
+        """Find an unknown name's version, registering it if a resolver knows it.
+
+        ``member`` is the replica that needs it: it alone checks the adapter before the name is
+        registered, the others do when they need it.
+        """
+        validate_adapter_name(name)
+        if name not in self._desired.adapters:
+            if name == self._settings.base_model or name in self._desired.unloaded:
+                raise AdapterNotFoundError(name)
+            await self._operations.resolve(name, member)
+        return Resolved(version=self._find(name), table_version=self._desired.table_version)
+
+    # -- operators
+
+    async def load(self, load: LoadAdapter, op_id: str) -> AdapterVersion:
+        """Put an adapter in service under a name; returns once every live replica knows."""
+        self._check_may_update()
+        validate_adapter_name(load.name)
+        if load.name == self._settings.base_model:
+            raise NameConflictError(load.name)
+        return await self._operations.load(load, op_id)
+
+    async def unload(self, unload: UnloadAdapter, op_id: str) -> AdapterVersion:
+        """Take a name out of service; returns once no live replica serves it to new requests."""
+        self._check_may_update()
+        return await self._operations.unload(unload, op_id)
+
+    async def list_adapters(self) -> list[AdapterStatus]:
+        """List every registered adapter, and those about to be, by name."""
+        versions = dict(self._desired.adapters)
+        for name, (_, operation) in self._operations.in_progress.items():
+            versions.setdefault(name, self._announced(operation))
+        return [self._status(version) for _, version in sorted(versions.items())]
+
+    async def get_adapter(self, name: str) -> AdapterStatus:
+        """Describe one registered adapter."""
+        return self._status(self._find(name))
+
+    async def list_replicas(self) -> list[ReplicaStatus]:
+        """List the replicas that hold a lease."""
+        self._agreement.reap_expired()
+        now = self._clock.now()
+        return [
+            ReplicaStatus(
+                replica_id=member.id.replica_id,
+                node=member.node,
+                table_version=member.table_version,
+                lease_left_s=member.expires_at - now,
+                num_running=member.num_running,
+                num_waiting=member.num_waiting,
+            )
+            for member in self._agreement.members
+        ]
+
+    # -- details
+
+    def _check_may_update(self) -> None:
+        if not self._settings.allow_runtime_updating:
+            raise RuntimeUpdatingDisabledError
+
+    def _find(self, name: str) -> AdapterVersion:
+        version = self._desired.adapters.get(name)
+        if version is None:
+            raise AdapterNotFoundError(name)
+        return version
+
+    def _announced(self, operation: Operation) -> AdapterVersion:
+        return operation.version or AdapterVersion(
+            name=operation.name,
+            generation=operation.generation,
+            digest=operation.digest,
+            source_uri=operation.source_uri,
+            base_model=self._settings.base_model,
+            rank=0,
+            size_bytes=0,
+            pinned=operation.pinned,
+            created_by=operation.requested_by,
+        )
+
+    def _status(self, version: AdapterVersion) -> AdapterStatus:
+        state, _ = self._operations.in_progress.get(version.name, (AdapterState.READY, None))
+        return AdapterStatus(version=version, state=state, replicas=tuple(self._residency(version)))
+
+    def _residency(self, version: AdapterVersion) -> Iterator[ReplicaResidency]:
+        for member in self._agreement.members:
+            held = member.residency.get(version.digest)
+            yield ReplicaResidency(
+                replica_id=member.id.replica_id,
+                generation=version.generation,
+                host=held is not None and held.host,
+                slot=None if held is None else held.slot,
+                num_running=0 if held is None else held.num_running,
+            )
+
+    def _warm_names(self) -> tuple[str, ...]:
+        """Names whose weights most other replicas hold: a new replica will be asked for them."""
+        holders: dict[str, int] = {}
+        for member in self._agreement.members:
+            for held in member.residency.values():
+                holders[held.digest] = holders.get(held.digest, 0) + (1 if held.host else 0)
+        held_names = [
+            n for n, version in self._desired.adapters.items() if version.digest in holders
+        ]
+        held_names.sort(key=lambda name: -holders[self._desired.adapters[name].digest])
+        return tuple(held_names[: self._settings.max_warm])

@@ -1,0 +1,59 @@
+"""What every name means now, and how to bring a replica's table there.
+
+Pure bookkeeping behind the journal. Knows nothing of replicas or operations.
+"""
+
+from collections import deque
+
+from deployments.cluster_protocol import TableChange, TableUpdate
+from deployments.state_store import StoredState
+
+# A replica further behind than this gets a snapshot.
+_MAX_CHANGES = 4096
+
+
+class DesiredState:
+    """The table of names with its recent changes."""
+
+    def __init__(self, stored: StoredState) -> None:
+        self.journal_id = stored.journal_id
+        self.table_version = stored.table_version
+        self.adapters = dict(stored.adapters)
+        self.unloaded = set(stored.unloaded)
+        self._changes: deque[tuple[int, TableChange]] = deque(maxlen=_MAX_CHANGES)
+
+    def apply(self, change: TableChange, table_version: int) -> None:
+        """Take in a change that the journal holds already."""
+        if change.version is None:
+            self.adapters.pop(change.name, None)
+            self.unloaded.add(change.name)
+        else:
+            self.adapters[change.name] = change.version
+            self.unloaded.discard(change.name)
+        self.table_version = table_version
+        self._changes.append((table_version, change))
+
+    def snapshot(self) -> TableUpdate:
+        """The whole table."""
+        return TableUpdate(
+            journal_id=self.journal_id,
+            table_version=self.table_version,
+            changes=tuple(
+                TableChange(name=name, version=version) for name, version in self.adapters.items()
+            ),
+            snapshot=True,
+        )
+
+    def update_since(self, journal_id: str, table_version: int) -> TableUpdate | None:
+        """What a replica at this version is missing; None if it is up to date."""
+        if journal_id == self.journal_id and table_version == self.table_version:
+            return None
+        oldest = self._changes[0][0] if self._changes else self.table_version + 1
+        is_covered = oldest - 1 <= table_version <= self.table_version
+        if journal_id != self.journal_id or not is_covered:
+            return self.snapshot()
+        return TableUpdate(
+            journal_id=self.journal_id,
+            table_version=self.table_version,
+            changes=tuple(change for version, change in self._changes if version > table_version),
+        )

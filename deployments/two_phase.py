@@ -1,0 +1,264 @@
+"""Makes every live replica agree on a change: prepare everywhere, journal, then flip everywhere.
+
+Owns the membership and the running prepares. A change is in the journal before any replica hears
+of it. Waiting ends for a replica when it acknowledged, when its lease ran out, or when it is
+certain that its process is gone. Knows nothing of sources, resolvers or what users may do.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from adapters import AdapterVersion
+from deployments.clock import Clock, Signal
+from deployments.cluster_protocol import (
+    Liveness,
+    MemberId,
+    PrepareCommand,
+    PrepareReport,
+    Register,
+    TableChange,
+    Watch,
+)
+from deployments.desired_state import DesiredState
+from deployments.errors import (
+    AdapterRejectedError,
+    JournalUnavailableError,
+    OperationTimeoutError,
+    ReplicaUnavailableError,
+)
+from deployments.membership import Member, Membership
+from deployments.operations import Operation, OperationPhase
+from deployments.state_store import StateStore, StoredState
+
+logger = logging.getLogger(__name__)
+
+# How often it is asked whether a replica that is waited for still lives.
+_PROBE_S = 0.25
+# Replicas refuse the same bytes at about the same time: wait this long for the others' reasons.
+_REJECTION_GRACE_S = 2.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Prepare:
+    command: PrepareCommand
+    only: MemberId | None
+    reports: dict[MemberId, PrepareReport] = field(default_factory=dict)
+
+    def asks(self, member: Member) -> bool:
+        return self.only is None or self.only == member.id
+
+    @property
+    def rejections(self) -> dict[MemberId, PrepareReport]:
+        return {
+            member: report
+            for member, report in self.reports.items()
+            if report.rejection is not None
+        }
+
+
+class TwoPhase:
+    """Runs operations' phases against the members."""
+
+    def __init__(
+        self,
+        store: StateStore,
+        stored: StoredState,
+        *,
+        liveness: Liveness,
+        clock: Clock,
+        lease_s: float,
+    ) -> None:
+        self.desired = DesiredState(stored)
+        self.members = Membership(lease_s)
+        self._store = store
+        self._liveness = liveness
+        self._clock = clock
+        self._signal = Signal(clock)
+        self._prepares: dict[str, _Prepare] = {}
+        # A restarted controller cannot know when these renewed last: grant them a whole lease.
+        for member in stored.members:
+            self.members.add(member, clock.now())
+
+    # -- towards replicas
+
+    def register(self, request: Register) -> Member:
+        """Make a replica a member, in the journal first."""
+        self._store.add_member(request)
+        member = self.members.add(request, self._clock.now())
+        self._signal.notify()
+        return member
+
+    def leave(self, member_id: MemberId) -> None:
+        """End a membership."""
+        if self.members.remove(member_id):
+            self._forget_member(member_id)
+            self._signal.notify()
+
+    def report(self, member_id: MemberId, op_id: str, report: PrepareReport) -> None:
+        """Take in how a prepare ended; late reports are ignored."""
+        prepare = self._prepares.get(op_id)
+        if prepare is not None and self.members.get(member_id) is not None:
+            prepare.reports[member_id] = report
+            self._signal.notify()
+
+    def renew(self, watch: Watch) -> Member:
+        """Extend a lease and take in its acknowledgement, or raise LeaseLostError."""
+        is_current = watch.journal_id == self.desired.journal_id
+        member = self.members.renew(watch, self._clock.now(), is_current_journal=is_current)
+        self._signal.notify()
+        return member
+
+    async def wait_for_news(self, watch: Watch, member: Member, timeout_s: float) -> None:
+        """Return when the replica should hear from us, at the latest after the time-out."""
+        await self._signal.wait_until(
+            lambda: (
+                watch.table_version != self.desired.table_version
+                or watch.journal_id != self.desired.journal_id
+                or watch.known_operations != {c.op_id for c in self.preparing(member)}
+            ),
+            deadline=self._clock.now() + timeout_s,
+        )
+
+    def preparing(self, member: Member) -> tuple[PrepareCommand, ...]:
+        """The prepares that a member should know."""
+        return tuple(p.command for p in self._prepares.values() if p.asks(member))
+
+    # -- phases of an operation
+
+    async def prepare(
+        self, operation: Operation, *, only: MemberId | None, timeout_s: float
+    ) -> PrepareReport:
+        """Have all members (or one) prepare; returns what they found, or raises if any refuses.
+
+        The prepare stays announced until ``commit`` or ``abort``.
+        """
+        command = PrepareCommand(
+            op_id=operation.op_id,
+            name=operation.name,
+            generation=operation.generation,
+            digest=operation.digest,
+            source_uri=operation.source_uri,
+        )
+        prepare = self._prepares[operation.op_id] = _Prepare(command=command, only=only)
+        self._signal.notify()
+        silent = await self._wait_for(
+            lambda: [] if prepare.rejections else self._silent(prepare), timeout_s
+        )
+        if prepare.rejections:
+            await self._wait_for(lambda: self._silent(prepare), _REJECTION_GRACE_S)
+            raise _rejected(operation.name, prepare.rejections)
+        if silent:
+            names = ", ".join(member.id.replica_id for member in silent)
+            raise OperationTimeoutError(operation.name, timeout_s, f"no answer from {names}")
+        accepted = [prepare.reports[m.id] for m in self.members if m.id in prepare.reports]
+        if not accepted:
+            raise ReplicaUnavailableError("no live replica could check the adapter, try again")
+        return accepted[0]
+
+    def commit(
+        self,
+        operation: Operation,
+        version: AdapterVersion,
+        *,
+        forget: bool = False,
+        abort_running: bool = False,
+    ) -> Operation:
+        """Write the change to the journal, then announce it. Takes effect or raises as a whole."""
+        committed = self._store.commit(
+            operation.op_id, version, forget=forget, now=self._clock.wall()
+        )
+        assert committed.table_version is not None
+        change = TableChange(
+            name=operation.name,
+            version=None if forget else version,
+            abort_running=abort_running,
+        )
+        self.desired.apply(change, committed.table_version)
+        self._prepares.pop(operation.op_id, None)
+        self._signal.notify()
+        return committed
+
+    def abort(self, operation: Operation, detail: str) -> None:
+        """Take back an operation that was not committed."""
+        self._prepares.pop(operation.op_id, None)
+        self._signal.notify()
+        try:
+            self._store.abort(operation.op_id, detail, now=self._clock.wall())
+        except JournalUnavailableError:
+            # Harmless: an operation found in this phase is aborted at the next start.
+            logger.warning("cannot record that operation %s was aborted", operation.op_id)
+
+    async def settle(self, operation: Operation) -> None:
+        """Wait until every member acknowledged a committed change or is out."""
+        table_version = operation.table_version
+        assert table_version is not None
+        await self._wait_for(lambda: self.members.behind(table_version), math.inf)
+        self.finish(operation)
+
+    async def settle_table(self) -> None:
+        """Wait until every member acknowledged the table as it is now."""
+        table_version = self.desired.table_version
+        await self._wait_for(lambda: self.members.behind(table_version), math.inf)
+
+    def finish(self, operation: Operation) -> None:
+        """Close a committed operation."""
+        if operation.phase is not OperationPhase.COMMITTING:
+            return
+        try:
+            self._store.finish(operation.op_id, now=self._clock.wall())
+        except JournalUnavailableError:
+            # Harmless: the change itself is in the journal, the next start finishes it.
+            logger.warning("cannot record that operation %s is done", operation.op_id)
+
+    # -- waiting
+
+    def _silent(self, prepare: _Prepare) -> list[Member]:
+        return [m for m in self.members if prepare.asks(m) and m.id not in prepare.reports]
+
+    async def _wait_for(
+        self, missing: Callable[[], list[Member]], timeout_s: float
+    ) -> list[Member]:
+        """Wait until nobody is missing; returns who still is when the time is over."""
+        deadline = self._clock.now() + timeout_s
+        while True:
+            self.reap_expired()
+            now = self._clock.now()
+            if not missing() or now >= deadline:
+                return missing()
+            expiry = self.members.next_expiry() or math.inf
+            wake = min(deadline, expiry, now + _PROBE_S)
+            if not await self._signal.wait_until(lambda: not missing(), deadline=wake):
+                await self._reap_dead(missing())
+
+    def reap_expired(self) -> None:
+        """Drop the members whose lease ran out."""
+        for member in self.members.pop_expired(self._clock.now()):
+            logger.warning("replica %s lost its lease", member.id.replica_id)
+            self._forget_member(member.id)
+
+    async def _reap_dead(self, candidates: list[Member]) -> None:
+        by_name = {m.actor_name: m for m in candidates if m.actor_name is not None}
+        if not by_name:
+            return
+        for actor_name in await self._liveness.find_dead(list(by_name)):
+            logger.warning("replica %s died", actor_name)
+            self.leave(by_name[actor_name].id)
+
+    def _forget_member(self, member_id: MemberId) -> None:
+        try:
+            self._store.remove_member(member_id)
+        except JournalUnavailableError:
+            # Harmless: a restarted controller would wait one lease for it.
+            logger.warning("cannot record that replica %s is gone", member_id.replica_id)
+
+
+def _rejected(
+    name: str, rejections: dict[MemberId, PrepareReport]
+) -> AdapterRejectedError | ReplicaUnavailableError:
+    reasons = {member.replica_id: report.rejection or "" for member, report in rejections.items()}
+    error = AdapterRejectedError(name, reasons)
+    if all(report.retryable for report in rejections.values()):
+        return ReplicaUnavailableError(error.message)
+    return error
