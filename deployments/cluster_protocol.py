@@ -66,9 +66,9 @@ class PrepareCommand:
 
     op_id: str
     name: str
-    generation: int
     digest: str
     source_uri: str
+    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,9 +137,9 @@ class TwoPhase:
         command = PrepareCommand(
             op_id=operation.op_id,
             name=operation.name,
-            generation=operation.generation,
             digest=operation.digest,
             source_uri=operation.source_uri,
+            pinned=operation.pinned,
         )
         prepare = self._prepares[operation.op_id] = _Prepare(command=command, only=only)
         self._signal.notify()

@@ -1,0 +1,81 @@
+"""What names mean on one replica, and which adapters' bytes are in use there.
+
+A digest is in use while a name means it, a prepare works on it, or a request runs on it. Pure
+bookkeeping on the replica's event loop; knows nothing of the engine or the controller.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from adapters import AdapterVersion
+from deployments.cluster_protocol import TableUpdate
+
+
+class AdapterTable:
+    """Names to versions, with use counts by digest.
+
+    ``on_unused`` is called with a digest whose last use ended.
+    """
+
+    def __init__(self, on_unused: Callable[[str], None]) -> None:
+        self.journal_id = ""
+        self.table_version = -1
+        self._on_unused = on_unused
+        self._versions: dict[str, AdapterVersion] = {}
+        self._uses: Counter[str] = Counter()
+
+    def find(self, name: str) -> AdapterVersion | None:
+        """Return what a name means now."""
+        return self._versions.get(name)
+
+    def pinned(self) -> list[AdapterVersion]:
+        """Versions that should stay in memory."""
+        return [version for version in self._versions.values() if version.pinned]
+
+    def is_used(self, digest: str) -> bool:
+        """Whether anything still needs these bytes."""
+        return self._uses[digest] > 0
+
+    def apply(self, update: TableUpdate) -> list[AdapterVersion]:
+        """Change what names mean; returns versions whose running requests should be aborted."""
+        replaced = []
+        to_abort = []
+        if update.snapshot:
+            replaced = list(self._versions.values())
+            self._versions = {}
+        for change in update.changes:
+            old = self._versions.pop(change.name, None)
+            if old is not None:
+                replaced.append(old)
+                if change.abort_running:
+                    to_abort.append(old)
+            if change.version is not None:
+                self._versions[change.name] = change.version
+                self.acquire(change.version.digest)
+        self.journal_id = update.journal_id
+        self.table_version = update.table_version
+        # After the new uses, so that bytes which only change their name stay.
+        for version in replaced:
+            self.release(version.digest)
+        return to_abort
+
+    @contextmanager
+    def hold(self, digest: str) -> Iterator[None]:
+        """Keep bytes in use."""
+        self.acquire(digest)
+        try:
+            yield
+        finally:
+            self.release(digest)
+
+    def acquire(self, digest: str) -> None:
+        """Begin a use."""
+        self._uses[digest] += 1
+
+    def release(self, digest: str) -> None:
+        """End a use."""
+        self._uses[digest] -= 1
+        if self._uses[digest] <= 0:
+            del self._uses[digest]
+            self._on_unused(digest)

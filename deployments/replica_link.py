@@ -1,0 +1,309 @@
+"""A replica's side of the agreement: its lease, its table, and what it prepares.
+
+Runs as its own task, never behind user requests. A request for an adapter is admitted only while
+the lease holds, so the controller need not wait for a replica that it cannot reach.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from adapters import AdapterVersion, InvalidAdapterNameError, LoRARequest, validate_adapter_name
+from deployments.adapter_table import AdapterTable
+from deployments.clock import Clock, Signal
+from deployments.cluster_protocol import (
+    LeaseLostError,
+    PrepareCommand,
+    PrepareReport,
+    Register,
+    RegisterAnswer,
+    ReplicaPort,
+    TableUpdate,
+    Watch,
+    WatchAnswer,
+)
+from deployments.engine_port import AdapterEngine
+from deployments.errors import (
+    AdapterNotFoundError,
+    ClusterError,
+    GenerationNotFoundError,
+    ReplicaUnavailableError,
+    ResolverUnavailableError,
+)
+from deployments.local_adapters import LocalAdapters
+from deployments.sources import AdapterSources
+from engine.errors import CapacityError, EngineError
+
+logger = logging.getLogger(__name__)
+
+# The replica's view of its lease ends this much earlier than the controller's, for clocks whose
+# rates differ a little. (It also counts from the sending, the controller from the receiving.)
+_LEASE_MARGIN = 0.05
+_RETRY_S = 0.2
+# Adapters prepared at the same time when joining.
+_MAX_WARMING = 4
+
+
+@dataclass(slots=True, kw_only=True)
+class _Prepare:
+    command: PrepareCommand
+    task: asyncio.Task[None]
+    report: PrepareReport | None = None
+
+
+class ReplicaLink:
+    """Keeps one replica a member and its table current."""
+
+    def __init__(
+        self,
+        identity: Register,
+        port: ReplicaPort,
+        engine: AdapterEngine,
+        sources: AdapterSources,
+        *,
+        clock: Clock,
+        abort_running: Callable[[AdapterVersion], Awaitable[None]],
+    ) -> None:
+        self._identity = identity
+        self._port = port
+        self._clock = clock
+        self._abort_running = abort_running
+        self.table = AdapterTable(self._on_unused)
+        self.adapters = LocalAdapters(engine, sources, self.table.is_used)
+        self._applied = Signal(clock)
+        self._lease_until = -math.inf
+        self._lease_s = 0.0
+        self._prepares: dict[str, _Prepare] = {}
+        self._resolving: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def holds_lease(self) -> bool:
+        """Whether this replica may admit requests for adapters."""
+        return self._clock.now() < self._lease_until
+
+    async def join(self) -> None:
+        """Adopt the cluster's state; returns when the replica is ready for requests."""
+        answer = await self._register()
+        self._watching = asyncio.create_task(self._watch_forever())
+        names = {*answer.warm_names, *(version.name for version in self.table.pinned())}
+        await self._warm(sorted(names))
+
+    async def leave(self) -> None:
+        """Stop admitting and end the membership."""
+        self._lease_until = -math.inf
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait((self._watching,))
+        await self._port.leave(self._identity.member)
+
+    # -- requests
+
+    @asynccontextmanager
+    async def admit(self, adapter: str) -> AsyncIterator[tuple[AdapterVersion, LoRARequest]]:
+        """Let a request start on what the name means now, and keep that version until it ends.
+
+        ``adapter`` is a name or ``name@generation``.
+        """
+        name, generation = _split(adapter)
+        while (version := self.table.find(name)) is None:
+            await self._resolve(name)
+        # From here to the lease check nothing awaits: if the lease still holds, the version that
+        # was looked up was in service when the request started.
+        with self.table.hold(version.digest):
+            if generation is not None and generation != version.generation:
+                raise GenerationNotFoundError(name, generation, version.generation)
+            if not self.holds_lease:
+                raise ReplicaUnavailableError("this replica lost contact with the controller")
+            yield version, await self._lora_request(version)
+
+    async def _lora_request(self, version: AdapterVersion) -> LoRARequest:
+        loaded = await self.adapters.ensure(version.name, version.digest, version.source_uri)
+        return LoRARequest(
+            lora_name=version.name,
+            lora_path=loaded.lora_path,
+            digest=version.digest,
+            generation=version.generation,
+            source_uri=version.source_uri,
+            base_model_name=version.base_model,
+        )
+
+    async def _resolve(self, name: str) -> None:
+        """Learn a name from the controller, once for all requests that wait for it."""
+        task = self._resolving.get(name)
+        if task is None:
+            task = self._resolving[name] = self._spawn(self._ask(name))
+            task.add_done_callback(lambda _: self._resolving.pop(name))
+        await asyncio.wait((task,))
+        task.result()
+
+    async def _ask(self, name: str) -> None:
+        resolved = await self._port.resolve(name, self._identity.member)
+        deadline = self._clock.now() + self._lease_s
+        if not await self._applied.wait_until(
+            lambda: self.table.table_version >= resolved.table_version, deadline=deadline
+        ):
+            raise ReplicaUnavailableError("this replica lost contact with the controller")
+
+    # -- agreement
+
+    async def _register(self) -> RegisterAnswer:
+        sent_at = self._clock.now()
+        answer = await self._port.register(self._identity)
+        self._apply(answer.update)
+        self._renewed(sent_at, answer.lease_s)
+        # Reports sent while this replica was no member were not taken in.
+        for op_id, prepare in self._prepares.items():
+            if prepare.report is not None:
+                self._spawn(self._send_report(op_id, prepare.report))
+        return answer
+
+    async def _watch_forever(self) -> None:
+        while True:
+            try:
+                await self._watch()
+            except LeaseLostError:
+                await self._register_again()
+            except Exception:
+                logger.exception("cannot reach the controller, trying again")
+                await self._clock.sleep(_RETRY_S)
+
+    async def _register_again(self) -> None:
+        try:
+            await self._register()
+        except Exception:
+            logger.exception("cannot register with the controller, trying again")
+            await self._clock.sleep(_RETRY_S)
+
+    async def _watch(self) -> None:
+        num_running, num_waiting = self.adapters.load()
+        watch = Watch(
+            member=self._identity.member,
+            journal_id=self.table.journal_id,
+            table_version=self.table.table_version,
+            known_operations=frozenset(self._prepares),
+            residency=self.adapters.residency(),
+            num_running=num_running,
+            num_waiting=num_waiting,
+        )
+        sent_at = self._clock.now()
+        self._take(await self._port.watch(watch), sent_at)
+
+    def _take(self, answer: WatchAnswer, sent_at: float) -> None:
+        # The table comes first: it keeps what a committed prepare made ready, and the lease means
+        # that the table is current.
+        if answer.update is not None:
+            self._apply(answer.update)
+        announced = {command.op_id for command in answer.preparing}
+        for op_id in self._prepares.keys() - announced:
+            self._end_prepare(self._prepares.pop(op_id))
+        for command in answer.preparing:
+            if command.op_id not in self._prepares:
+                self._begin_prepare(command)
+        self._set_pins()
+        self._renewed(sent_at, answer.lease_s)
+
+    def _renewed(self, sent_at: float, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._lease_until = sent_at + lease_s * (1 - _LEASE_MARGIN)
+
+    def _apply(self, update: TableUpdate) -> None:
+        for version in self.table.apply(update):
+            self._spawn(self._abort_running(version))
+        self._applied.notify()
+
+    # -- prepares
+
+    def _begin_prepare(self, command: PrepareCommand) -> None:
+        self.table.acquire(command.digest)
+        task = self._spawn(self._prepare(command))
+        self._prepares[command.op_id] = _Prepare(command=command, task=task)
+
+    def _end_prepare(self, prepare: _Prepare) -> None:
+        # Work that goes on keeps its bytes until it is through: the engine may be amid loading.
+        digest = prepare.command.digest
+        if prepare.task.done():
+            self.table.release(digest)
+        else:
+            prepare.task.add_done_callback(lambda _: self.table.release(digest))
+
+    async def _prepare(self, command: PrepareCommand) -> None:
+        report = await self._try_prepare(command)
+        prepare = self._prepares.get(command.op_id)
+        if prepare is not None:
+            prepare.report = report
+            await self._send_report(command.op_id, report)
+
+    async def _try_prepare(self, command: PrepareCommand) -> PrepareReport:
+        try:
+            loaded = await self.adapters.ensure(command.name, command.digest, command.source_uri)
+            if command.pinned:
+                self.adapters.pin(command.digest)
+        except (CapacityError, ResolverUnavailableError) as error:
+            return PrepareReport(rejection=str(error), retryable=True)
+        except (EngineError, ClusterError) as error:
+            return PrepareReport(rejection=str(error))
+        except Exception as error:
+            logger.exception("cannot prepare adapter %s", command.name)
+            return PrepareReport(rejection=f"internal error: {type(error).__name__}")
+        return PrepareReport(rank=loaded.rank, size_bytes=loaded.size_bytes)
+
+    async def _send_report(self, op_id: str, report: PrepareReport) -> None:
+        while op_id in self._prepares:
+            try:
+                return await self._port.report(self._identity.member, op_id, report)
+            except Exception:
+                logger.exception("cannot report to the controller, trying again")
+                await self._clock.sleep(_RETRY_S)
+
+    def _set_pins(self) -> None:
+        pinned = {version.digest: version for version in self.table.pinned()}
+        preparing = {p.command.digest for p in self._prepares.values() if p.command.pinned}
+        self.adapters.set_pins({*pinned, *preparing})
+
+    # -- residency
+
+    async def _warm(self, names: list[str]) -> None:
+        places = asyncio.Semaphore(_MAX_WARMING)
+
+        async def warm(name: str) -> None:
+            version = self.table.find(name)
+            if version is None:
+                return
+            async with places:
+                try:
+                    await self._lora_request(version)
+                except Exception:
+                    # One bad adapter must not keep a replica from serving all others.
+                    logger.exception("cannot prepare adapter %s", name)
+
+        await asyncio.gather(*map(warm, names))
+        self._set_pins()
+
+    def _on_unused(self, digest: str) -> None:
+        self._spawn(self.adapters.forget_unused(digest))
+
+    def _spawn(self, work: Coroutine[Any, Any, None] | Awaitable[None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _split(adapter: str) -> tuple[str, int | None]:
+    """Split ``name@generation``. What cannot be a name is the name of nothing."""
+    name, at, generation = adapter.partition("@")
+    try:
+        validate_adapter_name(name)
+    except InvalidAdapterNameError as error:
+        raise AdapterNotFoundError(adapter) from error
+    if not at:
+        return name, None
+    if not (generation.isascii() and generation.isdigit()):
+        raise AdapterNotFoundError(adapter)
+    return name, int(generation)
