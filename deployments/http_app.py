@@ -1,0 +1,57 @@
+"""The HTTP application: middleware, routers and nothing else.
+
+Needs a ``Backend`` and settings; knows neither Ray nor where requests are served.
+"""
+
+from fastapi import APIRouter, Depends, FastAPI, Response
+
+from deployments.backend import Backend
+from deployments.openai.adapters import adapters_router, admin_router
+from deployments.openai.api import Api
+from deployments.openai.auth import user_guard
+from deployments.openai.chat import chat_router
+from deployments.openai.completions import completions_router
+from deployments.openai.failures import install_failure_handlers
+from deployments.openai.metrics import HttpMetrics, metrics_router
+from deployments.openai.models import models_router
+from deployments.openai.request_scope import RequestScope
+from deployments.openai.settings import HttpSettings
+from deployments.openai.tokenization import tokenization_router
+
+
+def create_http_app(backend: Backend, settings: HttpSettings | None = None) -> FastAPI:
+    """Build the OpenAI-compatible app in front of a backend."""
+    settings = settings or HttpSettings()
+    api, metrics = Api(backend, settings), HttpMetrics()
+    # Bodies are read by hand, so a generated schema would say nothing true about them.
+    app = FastAPI(title="lorafleet", openapi_url=None, redirect_slashes=False)
+    app.add_middleware(RequestScope, metrics=metrics)
+    install_failure_handlers(app)
+
+    app.include_router(_health_router(api))
+    app.include_router(metrics_router(api, metrics))
+    user_routers = (
+        models_router(api),
+        completions_router(api),
+        chat_router(api),
+        tokenization_router(api),
+        adapters_router(api),
+    )
+    for router in user_routers:
+        app.include_router(router, dependencies=[Depends(user_guard(settings))])
+    app.include_router(admin_router(api))
+    return app
+
+
+def _health_router(api: Api) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if await api.backend.healthy() else 503)
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": api.version}
+
+    return router

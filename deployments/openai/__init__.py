@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP surface: bodies, routes, streams. Talks to a ``Backend`` alone."""

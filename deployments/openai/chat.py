@@ -1,0 +1,183 @@
+"""POST /v1/chat/completions."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from deployments.generation import PromptInput
+from deployments.openai.api import Api, ResponseHead
+from deployments.openai.body import read_body
+from deployments.openai.choices import Choice, ChoiceSet, merge_outputs
+from deployments.openai.fanout import Fanout, PromptOutput
+from deployments.openai.logprobs import (
+    TokenSpeller,
+    chat_logprobs,
+    logprob_token_ids,
+    prompt_logprobs,
+)
+from deployments.openai.prompt_scores import PromptScores
+from deployments.openai.prompts import chat_prompt
+from deployments.openai.respond import respond
+from deployments.openai.sampling import chat_params
+from deployments.openai.schema import ChatBody
+from deployments.openai.sse import DONE
+from deployments.openai.usage import Usage
+from engine.outputs import PositionLogprobs
+
+OBJECT = "chat.completion"
+CHUNK_OBJECT = "chat.completion.chunk"
+
+
+def chat_router(api: Api) -> APIRouter:
+    """The route of chat completions."""
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions")
+    async def create_chat_completion(request: Request) -> Response:
+        body = await read_body(request, ChatBody, api.settings.max_body_bytes)
+        base = await api.base_model()
+        prompt = chat_prompt(body, api.settings)
+        params = chat_params(body, base.vocab_size)
+        head = api.head("chatcmpl", body, base)
+        requests = api.requests(head, body, [prompt], params, base)
+
+        async def make_writer(fanout: Fanout) -> ChatWriter:
+            return ChatWriter(api, head, body, fanout, prompt)
+
+        return await respond(
+            request, Fanout(api.backend, requests), make_writer, stream=body.stream
+        )
+
+    return router
+
+
+class ChatWriter:
+    """Formats the choices of one chat request."""
+
+    def __init__(
+        self, api: Api, head: ResponseHead, body: ChatBody, fanout: Fanout, prompt: PromptInput
+    ) -> None:
+        self._head = head
+        self._body = body
+        self._fanout = fanout
+        (self._start,) = fanout.starts
+        self._usage = Usage(fanout.starts)
+        self._scores = PromptScores(wanted=body.prompt_logprobs is not None)
+        self._speller = TokenSpeller(api.tokens, as_ids=body.return_tokens_as_token_ids)
+        self._prefix = head.event_prefix(CHUNK_OBJECT)
+        last_message = (prompt.messages or ())[-1]
+        self._role = "assistant" if body.add_generation_prompt else last_message["role"]
+        is_continued = body.echo and last_message["role"] == self._role
+        self._echo: str = last_message["content"] if is_continued else ""
+
+    async def document(self) -> dict[str, Any]:
+        choices = ChoiceSet(1, self._body.n)
+        async for items in self._fanout.outputs():
+            for item in await self._take(items):
+                choices.add(item)
+        self._scores.check_complete()
+        scores = None
+        if self._body.prompt_logprobs is not None:
+            scores = prompt_logprobs(self._scores[0], self._speller)
+        return {
+            **self._head.document(OBJECT),
+            "choices": [self._whole_choice(i, choice) for i, choice in enumerate(choices)],
+            "service_tier": None,
+            "system_fingerprint": self._head.system_fingerprint,
+            "usage": self._usage.total(),
+            "prompt_logprobs": scores,
+            "prompt_token_ids": self._prompt_ids(),
+        }
+
+    async def events(self) -> AsyncIterator[bytes]:
+        opening = b"".join(map(self._role_chunk, range(self._body.n)))
+        async for items in self._fanout.outputs():
+            ready = merge_outputs(await self._take(items))
+            # The roles travel with the first text, which spares a packet.
+            chunks = opening + b"".join(map(self._chunk, ready))
+            opening = b""
+            if chunks:
+                yield chunks
+        if self._body.include_usage:
+            yield self._head.usage_event(self._prefix, self._usage.total())
+        yield DONE
+
+    async def _take(self, items: Sequence[PromptOutput]) -> list[PromptOutput]:
+        """Count outputs and look up the tokens that will be shown; return what can be shown."""
+        for item in items:
+            self._usage.add(item)
+        if self._body.logprobs or self._body.prompt_logprobs is not None:
+            token_ids = self._scores.token_ids(items)
+            for item in items:
+                token_ids.update(logprob_token_ids(item.output.logprobs or ()))
+            await self._speller.load(token_ids)
+        return self._scores.take(items)
+
+    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {
+                "role": self._role,
+                "content": self._echo + choice.text,
+                "refusal": None,
+                "annotations": None,
+                "audio": None,
+                "function_call": None,
+                "reasoning": None,
+            },
+            "logprobs": self._choice_logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            "token_ids": choice.token_ids if self._body.return_token_ids else None,
+        }
+
+    def _role_chunk(self, index: int) -> bytes:
+        choice = {
+            "index": index,
+            "delta": {"role": self._role, "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        usage = self._usage.none_yet() if self._body.continuous_usage else None
+        event = self._event(
+            choice, usage, b',"prompt_token_ids":' + orjson.dumps(self._prompt_ids())
+        )
+        if not self._echo:
+            return event
+        echo = {**choice, "delta": {"content": self._echo}}
+        return event + self._event(echo, usage)
+
+    def _chunk(self, item: PromptOutput) -> bytes:
+        """One event, or nothing when the output has nothing to show yet."""
+        output = item.output
+        logprobs = self._choice_logprobs(output.logprobs or ()) if output.token_ids else None
+        token_ids = output.token_ids if self._body.return_token_ids else None
+        is_finished = output.finish_reason is not None
+        if not (is_finished or output.text or logprobs or token_ids):
+            return b""
+        choice: dict[str, Any] = {
+            "index": output.index,
+            "delta": {"content": output.text},
+            "logprobs": logprobs,
+            "finish_reason": output.finish_reason,
+            "token_ids": token_ids,
+        }
+        if is_finished:
+            choice["stop_reason"] = output.stop_reason
+        usage = self._usage.so_far(item) if self._body.continuous_usage else None
+        return self._event(choice, usage)
+
+    def _event(
+        self, choice: dict[str, Any], usage: dict[str, int] | None, extra: bytes = b""
+    ) -> bytes:
+        if usage is not None:
+            extra += b',"usage":' + orjson.dumps(usage)
+        return self._prefix + orjson.dumps(choice) + b"]" + extra + b"}\n\n"
+
+    def _choice_logprobs(self, positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
+        return chat_logprobs(positions, self._speller) if self._body.logprobs else None
+
+    def _prompt_ids(self) -> list[int] | None:
+        return list(self._start.prompt_token_ids) if self._body.return_token_ids else None

@@ -1,0 +1,141 @@
+"""Every failure as OpenAI's error envelope.
+
+Knows how an exception looks on the wire; which status a cluster or engine error has is decided by
+``deployments.error_table`` alone. Nothing leaves this surface in another shape: not a routing
+error, not a crash.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from adapters import InvalidAdapterNameError
+from deployments.error_table import error_status
+from deployments.errors import ClusterError
+from engine.errors import EngineError
+
+_log = logging.getLogger(__name__)
+
+BAD_REQUEST = "BadRequestError"
+INVALID_USER_INPUT = "InvalidUserInput"
+NOT_FOUND = "NotFoundError"
+
+_MAX_MESSAGE_CHARS = 2000
+_MAX_LISTED_ERRORS = 5
+_HTTP_TYPES = {404: NOT_FOUND, 405: "MethodNotAllowedError"}
+
+
+class ApiError(Exception):
+    """A failure that only the HTTP surface can have: authentication, body, routing."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        type: str = BAD_REQUEST,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.type = type
+        self.param = param
+        self.headers = dict(headers or {})
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What an exception becomes on the wire."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self) -> bytes:
+        """The JSON envelope, also used as an event in the middle of a stream."""
+        error = {
+            "message": _valid_text(self.message),
+            "type": self.type,
+            "param": None if self.param is None else _valid_text(self.param),
+            "code": self.status,
+        }
+        return orjson.dumps({"error": error})
+
+    def response(self) -> Response:
+        return Response(
+            self.body(), self.status, headers=self.headers, media_type="application/json"
+        )
+
+
+def describe_failure(error: BaseException, request_id: str) -> Failure:
+    """Translate an exception; log it if nobody raised it on purpose."""
+    if isinstance(error, ApiError):
+        return Failure(error.status, error.message, error.type, error.param, error.headers)
+    if isinstance(error, ValidationError):
+        return _describe_validation(error)
+    if isinstance(error, HTTPException):
+        return _describe_http_exception(error)
+    status = error_status(error)
+    retry = {} if status.retry_after_s is None else {"retry-after": str(status.retry_after_s)}
+    if isinstance(error, (ClusterError, EngineError, InvalidAdapterNameError)):
+        if status.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            _log.warning("request %s failed: %s", request_id, error)
+        return Failure(status.status, str(error), status.type, status.param, retry)
+    _log.error("request %s crashed", request_id, exc_info=error)
+    message = f"Internal server error. Quote request id {request_id} when you report it."
+    return Failure(status.status, message, status.type, None, retry)
+
+
+def install_failure_handlers(app: FastAPI) -> None:
+    """Send every exception of a route through ``describe_failure``."""
+
+    async def handle(request: Request, error: Exception) -> Response:
+        return describe_failure(error, request.scope["state"]["request_id"]).response()
+
+    for kind in (
+        ApiError,
+        ValidationError,
+        HTTPException,
+        ClusterError,
+        EngineError,
+        InvalidAdapterNameError,
+    ):
+        app.add_exception_handler(kind, handle)
+
+
+def _describe_validation(error: ValidationError) -> Failure:
+    """Name each offending field as ``body.field``; values are not echoed, they may be huge."""
+    details = error.errors(include_url=False, include_input=False, include_context=False)
+    lines = [f"{_location(item['loc'])}: {item['msg']}" for item in details[:_MAX_LISTED_ERRORS]]
+    if len(details) > _MAX_LISTED_ERRORS:
+        lines.append(f"and {len(details) - _MAX_LISTED_ERRORS} more")
+    noun = "error" if len(details) == 1 else "errors"
+    message = f"{len(details)} validation {noun}: " + "; ".join(lines)
+    return Failure(400, message, BAD_REQUEST, _location(details[0]["loc"]))
+
+
+def _location(loc: tuple[int | str, ...]) -> str:
+    return ".".join(("body", *(str(part)[:64] for part in loc)))
+
+
+def _describe_http_exception(error: HTTPException) -> Failure:
+    kind = _HTTP_TYPES.get(error.status_code, BAD_REQUEST)
+    headers = dict(error.headers or {})
+    return Failure(error.status_code, str(error.detail), kind, None, headers)
+
+
+def _valid_text(text: str) -> str:
+    """Bound a message and drop what UTF-8 cannot carry, since part of it may come from outside."""
+    if len(text) > _MAX_MESSAGE_CHARS:
+        text = text[:_MAX_MESSAGE_CHARS] + "..."
+    return text.encode(errors="replace").decode()

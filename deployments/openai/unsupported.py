@@ -1,0 +1,85 @@
+"""Known fields of OpenAI's and vLLM's APIs that are not honoured: refused by name.
+
+A field that nobody knows is ignored, since clients send such. A field whose meaning is known and
+would change the answer must not be ignored without a word. Each is listed with the values that ask
+for nothing; null always does.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from deployments.openai.failures import ApiError
+
+Refused = Mapping[str, tuple[object, ...]]
+
+_NEVER: tuple[object, ...] = ()
+_OFF = (False,)
+_PLAIN_TEXT = ({"type": "text"},)
+
+_REFUSED_EVERYWHERE: Refused = {
+    "allowed_token_ids": _NEVER,
+    "bad_words": ([],),
+    "cache_salt": _NEVER,
+    "detokenize": (True,),
+    "early_stopping": _OFF,
+    "ec_transfer_params": _NEVER,
+    "guided_choice": _NEVER,
+    "guided_decoding_backend": _NEVER,
+    "guided_grammar": _NEVER,
+    "guided_json": _NEVER,
+    "guided_regex": _NEVER,
+    "guided_whitespace_pattern": _NEVER,
+    "kv_transfer_params": _NEVER,
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "logprob_token_ids": _NEVER,
+    "mm_processor_kwargs": ({},),
+    "repetition_detection": _NEVER,
+    "request_id": _NEVER,
+    "response_format": _PLAIN_TEXT,
+    "spaces_between_special_tokens": (True,),
+    "structural_tag": _NEVER,
+    "structured_outputs": _NEVER,
+    "thinking_token_budget": _NEVER,
+    "truncation_side": ("left",),
+    "use_beam_search": _OFF,
+    "vllm_xargs": ({},),
+}
+
+REFUSED_COMPLETION: Refused = {
+    **_REFUSED_EVERYWHERE,
+    "best_of": (1,),
+    "max_completion_tokens": _NEVER,
+    "prompt_embeds": _NEVER,
+    "suffix": ("",),
+}
+
+# Without tools, whether calls may be parallel asks for nothing either way.
+REFUSED_CHAT: Refused = {
+    **_REFUSED_EVERYWHERE,
+    "add_special_tokens": _OFF,
+    "audio": _NEVER,
+    "best_of": (1,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "media_io_kwargs": ({},),
+    "modalities": (["text"],),
+    "prediction": _NEVER,
+    "reasoning_effort": ("none",),
+    "service_tier": ("auto", "default"),
+    "store": _OFF,
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": _NEVER,
+}
+
+
+def refuse_unsupported(data: Mapping[str, Any], refused: Refused) -> None:
+    """Raise ApiError for the first field that asks for something that would not be done."""
+    for name in sorted(data.keys() & refused.keys()):
+        value = data[name]
+        # JSON's true is not 1, though Python says they are equal.
+        neutral = any(value == item and type(value) is type(item) for item in refused[name])
+        if value is not None and not neutral:
+            raise ApiError(f"'{name}' is not supported.", param=name)
