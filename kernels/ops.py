@@ -33,6 +33,51 @@ def linear(
     return result
 
 
+def linear_multi(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    *,
+    backend: Backend | None = None,
+) -> list[torch.Tensor]:
+    """Return `linear` of one input for each weight, such as q, k and v; one call on a CPU.
+
+    x        [T, in]
+    weights  P of [out_p, in]    same dtype as x
+    biases   P of [out_p] or None
+    returns  P of [T, out_p]     new tensors
+    """
+    if len(weights) != len(biases):
+        raise ValueError(f"{len(weights)} weights, {len(biases)} biases")
+    for weight in weights:
+        _require(x.shape[-1] == weight.shape[1], "linear_multi", x, weight)
+    run = implementation("linear_multi", x.device.type, backend)
+    results: list[torch.Tensor] = run(x, weights, biases)
+    return results
+
+
+def apply_rope(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    backend: Backend | None = None,
+) -> None:
+    """Rotate queries and keys by their positions, in place, as transformers' Llama does.
+
+        x[t] = x[t] * cos[t] + concat(-upper half of x[t], lower half of x[t]) * sin[t]
+
+    query     [T, H, D]      changed
+    key       [T, Hkv, D]    changed
+    cos, sin  [T, D]         same dtype
+    """
+    _require(query.shape[::2] == cos.shape == sin.shape, "apply_rope", query, cos)
+    _require(key.shape[::2] == cos.shape, "apply_rope", key, cos)
+    if query.shape[0]:
+        implementation("apply_rope", query.device.type, backend)(query, key, cos, sin)
+
+
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, backend: Backend | None = None
 ) -> torch.Tensor:

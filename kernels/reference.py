@@ -22,6 +22,23 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return (y if bias is None else y + _wide(bias)).to(x.dtype)
 
 
+def linear_multi(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """Return `linear` of one input for each weight."""
+    return [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
+def apply_rope(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> None:
+    """Rotate by position, in place, rounded once."""
+    for x in (query, key):
+        lower, upper = _wide(x).chunk(2, dim=-1)
+        turned = torch.cat([-upper, lower], dim=-1)
+        x.copy_(_wide(x) * _wide(cos)[:, None] + turned * _wide(sin)[:, None])
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return ``weight * (x / rms(x))``; the quotient is rounded to x's dtype, as Llama does."""
     wide = _wide(x)

@@ -21,6 +21,23 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return functional.linear(x, weight, bias)
 
 
+def linear_multi(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """Return `linear` of one input for each weight."""
+    return [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
+def apply_rope(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> None:
+    """Rotate by position, in place, rounded after every step as transformers' own code."""
+    for x in (query, key):
+        lower, upper = x.chunk(2, dim=-1)
+        turned = torch.cat([-upper, lower], dim=-1)
+        x.mul_(cos[:, None]).add_(turned.mul_(sin[:, None]))
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return ``weight * (x / rms(x))``; the quotient is rounded to x's dtype, as Llama does."""
     wide = x.float()
