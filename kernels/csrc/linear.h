@@ -1,0 +1,134 @@
+// linear: y = x @ weight.T + bias, weights read where they lie, in the model's own layout.
+//
+// A task is a block of rows times a range of outputs of one target. Few rows use the weights straight
+// from memory; with more rows a few weight rows at a time are converted to float32 in L1 first. Both
+// ways add in the same order, so a row's result does not depend on the other rows.
+#pragma once
+
+#include "tiles.h"
+
+namespace lorafleet::LF_ISA {
+
+constexpr i64 kRowBlock = 48;
+constexpr i64 kStagedWeightBytes = 24 * 1024;
+constexpr i64 kMaxChunk = 256;
+
+struct LinearPlan {
+  i64 row_block;
+  i64 row_blocks;
+  i64 chunk;             // outputs of one task
+  i64 chunks;            // of all targets together
+  i64 estimated_ns;
+};
+
+static LinearPlan plan_linear(const LinearArgs& args, i64 element_size) {
+  LinearPlan plan;
+  i64 outs = 0;
+  for (i64 i = 0; i < args.num_targets; ++i) outs += args.targets[i].out;
+  plan.row_blocks = ceil_div(args.rows, kRowBlock);
+  plan.row_block = ceil_div(args.rows, plan.row_blocks);
+  // Around 10 GB/s and 100 GFLOP/s of one core.
+  i64 elements = outs * args.in;
+  plan.estimated_ns = elements * element_size / 10 + elements * args.rows / 50;
+  // Tasks of some 10 us balance well and hide the cost of taking one.
+  i64 ns_per_out = max(1, plan.estimated_ns / (plan.row_blocks * max(1, outs)));
+  plan.chunk = min(kMaxChunk, max(16, round_up(10000 / ns_per_out, 16)));
+  plan.chunks = 0;
+  for (i64 i = 0; i < args.num_targets; ++i) {
+    plan.chunks += ceil_div(args.targets[i].out, plan.chunk);
+  }
+  return plan;
+}
+
+// Four row pointers starting at `first`; past `count` they repeat, and their sums are not used.
+template <class T>
+LF_INLINE void tile_pointers(const T* rows, i64 stride, i64 first, i64 count,
+                             const T* (&pointers)[kTileOuts]) {
+  LF_UNROLL for (int n = 0; n < kTileOuts; ++n) {
+    pointers[n] = rows + min(first + n, count - 1) * stride;
+  }
+}
+
+template <class T>
+static void linear_direct(const float* x, i64 x_stride, i64 rows, const T* weight, i64 stride,
+                          i64 outs, i64 in, float* out, i64 out_stride) {
+  for (i64 n = 0; n < outs; n += kTileOuts) {
+    const T* pointers[kTileOuts];
+    tile_pointers(weight, stride, n, outs, pointers);
+    dot_tile(rows, x, x_stride, pointers, in, kTileOuts * stride * i64(sizeof(T)), out + n,
+             out_stride);
+  }
+}
+
+template <class T>
+static void linear_staged(const float* x, i64 x_stride, i64 rows, const T* weight, i64 stride,
+                          i64 outs, i64 in, float* out, i64 out_stride) {
+  i64 width = staged_width(in);
+  i64 group = max(1, kStagedWeightBytes / (width * 4 * kTileOuts)) * kTileOuts;
+  float* staged = scratch_array<float>(Scratch::weights, group * width);
+  const float** pointers = scratch_array<const float*>(Scratch::scores, group);
+  for (i64 n = 0; n < group; ++n) pointers[n] = staged + n * width;
+  for (i64 begin = 0; begin < outs; begin += group) {
+    i64 count = min(group, outs - begin);
+    for (i64 n = 0; n < count; ++n) stage_row(weight + (begin + n) * stride, in, staged + n * width);
+    dot_rows(rows, x, x_stride, pointers, count, width, out + begin, out_stride);
+  }
+}
+
+// out[r, n] = x[r] . weight[n], with room in `out` for outs rounded up to kTileOuts.
+template <class T>
+static void multiply_rows(const float* x, i64 x_stride, i64 rows, const T* weight, i64 stride,
+                          i64 outs, i64 in, float* out, i64 out_stride) {
+  auto multiply = rows <= kTileRows ? linear_direct<T> : linear_staged<T>;
+  multiply(x, x_stride, rows, weight, stride, outs, in, out, out_stride);
+}
+
+template <class T>
+LF_INLINE void store_linear(const float* sums, const T* bias, i64 count, T* y) {
+  for (i64 i = 0; i < count; i += W) {
+    V value = load(sums + i);
+    if (bias != nullptr) value += load_natural(bias + i, count - i);
+    store_natural(y + i, value, count - i);
+  }
+}
+
+template <class T>
+static void linear(const LinearArgs& args) {
+  LinearPlan plan = plan_linear(args, sizeof(T));
+  const T* x = static_cast<const T*>(args.x);
+  i64 width = staged_width(args.in);
+  i64 out_stride = round_up(plan.chunk, W);
+  run_tasks(plan.chunks * plan.row_blocks, plan.estimated_ns, [&](auto next) {
+    float* staged = scratch_array<float>(Scratch::rows, plan.row_block * width);
+    float* out = scratch_array<float>(Scratch::out, plan.row_block * out_stride);
+    i64 staged_block = -1;
+    for (i64 task; next(task);) {
+      i64 block = task / plan.chunks, chunk = task % plan.chunks;
+      i64 first_row = block * plan.row_block;
+      i64 rows = min(plan.row_block, args.rows - first_row);
+      if (block != staged_block) {
+        for (i64 r = 0; r < rows; ++r) {
+          stage_row(x + (first_row + r) * args.x_stride, args.in, staged + r * width);
+        }
+        staged_block = block;
+      }
+      const LinearTarget* target = args.targets;
+      while (chunk >= ceil_div(target->out, plan.chunk)) {
+        chunk -= ceil_div(target->out, plan.chunk);
+        ++target;
+      }
+      i64 first_out = chunk * plan.chunk;
+      i64 outs = min(plan.chunk, target->out - first_out);
+      const T* weight = static_cast<const T*>(target->weight) + first_out * target->weight_stride;
+      multiply_rows(staged, width, rows, weight, target->weight_stride, outs, args.in, out,
+                    out_stride);
+      const T* bias = static_cast<const T*>(target->bias);
+      for (i64 r = 0; r < rows; ++r) {
+        store_linear(out + r * out_stride, bias == nullptr ? nullptr : bias + first_out, outs,
+                     static_cast<T*>(target->y) + (first_row + r) * target->y_stride + first_out);
+      }
+    }
+  });
+}
+
+}  // namespace lorafleet::LF_ISA
