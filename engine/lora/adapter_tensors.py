@@ -69,14 +69,13 @@ def _use_each(
             continue
         _check_use(key, name, plan, targets)
         adapters.setdefault(name.adapter, key)
+        if len(adapters) > 1:
+            several = ", ".join(map(_shown, adapters.values()))
+            raise InvalidAdapterError(f"holds tensors of several adapters: {several}")
         if (name.module, name.role) in pairs:
             other = pairs[name.module, name.role][0]
             raise InvalidAdapterError(f"tensors {_shown(key)} and {_shown(other)} are the same")
         pairs[name.module, name.role] = (key, tensor)
-    if len(adapters) > 1:
-        raise InvalidAdapterError(
-            f"holds tensors of several adapters: {', '.join(map(_shown, adapters.values()))}"
-        )
     return pairs
 
 
