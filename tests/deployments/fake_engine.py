@@ -1,0 +1,134 @@
+"""A small engine of the real one's shape: it echoes the prompt and says which bytes it used."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from adapters import LoRARequest
+from engine.errors import AdapterNotLoadedError, QueueFullError
+from engine.outputs import FinishReason, RequestOutput
+from engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeAdapterInfo:
+    rank: int = 8
+    size_bytes: int = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeResidency:
+    digest: str
+    host: bool = True
+    slot: int | None = None
+    num_running: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeStats:
+    num_running: int
+    num_waiting: int = 0
+
+
+class FakeTokenizer:
+    """One token for each character."""
+
+    chat_template = "yes"
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [ord(character) for character in text]}
+
+    def decode(self, token_ids: list[int], **_: object) -> str:
+        return "".join(map(chr, token_ids))
+
+    def convert_ids_to_tokens(self, token_ids: list[int]) -> list[str]:
+        return list(map(chr, token_ids))
+
+
+@dataclass(kw_only=True)
+class FakeEngine:
+    """``gate`` holds loads up while it is clear; ``refusals`` maps names to what loading raises."""
+
+    token_delay_s: float = 0.0
+    max_running: int = 1000
+    refusals: dict[str, Exception] = field(default_factory=dict)
+    loaded: dict[str, LoRARequest] = field(default_factory=dict)
+    pinned: set[str] = field(default_factory=set)
+    running: dict[str, LoRARequest | None] = field(default_factory=dict)
+    aborted: set[str] = field(default_factory=set)
+    num_loads: int = 0
+    max_model_len: int = 128
+    vocab_size: int = 256
+    tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
+
+    def __post_init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def load_lora(self, request: LoRARequest) -> FakeAdapterInfo:
+        self.num_loads += 1
+        await self.gate.wait()
+        if request.lora_name in self.refusals:
+            raise self.refusals[request.lora_name]
+        assert request.digest is not None
+        self.loaded[request.digest] = request
+        return FakeAdapterInfo()
+
+    async def remove_lora(self, digest: str) -> None:
+        del self.loaded[digest]
+
+    def pin_lora(self, digest: str) -> None:
+        self.pinned.add(digest)
+
+    def unpin_lora(self, digest: str) -> None:
+        self.pinned.remove(digest)
+
+    def loras(self) -> list[FakeResidency]:
+        return [FakeResidency(digest=digest) for digest in self.loaded]
+
+    def stats(self) -> FakeStats:
+        return FakeStats(num_running=len(self.running))
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.add(request_id)
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        lora: LoRARequest | None,
+        priority: int = 0,
+    ) -> AsyncIterator[list[RequestOutput]]:
+        if len(self.running) >= self.max_running:
+            raise QueueFullError("full")
+        if lora is not None and lora.digest not in self.loaded:
+            raise AdapterNotLoadedError(lora.lora_name)
+        self.running[request_id] = lora
+        label = "base" if lora is None or lora.digest is None else lora.digest[:8]
+        count = params.max_tokens or 4
+        try:
+            for index in range(count):
+                if request_id in self.aborted:
+                    yield [_output(request_id, "", FinishReason.ABORT)]
+                    return
+                finish = FinishReason.LENGTH if index == count - 1 else None
+                yield [_output(request_id, f"{label} ", finish)]
+                await asyncio.sleep(self.token_delay_s)
+        finally:
+            del self.running[request_id]
+
+
+def _output(request_id: str, text: str, finish: FinishReason | None) -> RequestOutput:
+    return RequestOutput(
+        request_id=request_id,
+        text=text,
+        token_ids=(1,) if text else (),
+        finish_reason=finish,
+        request_finished=finish is not None,
+    )
