@@ -84,7 +84,7 @@ def _listed(config: PeftLoRAConfig, names: list[str]) -> set[str]:
     """Names that a target_modules list chooses; a full name in it overrules layers_to_transform."""
     entries = set(config.target_modules)
     matched = _matching(tuple(entries), names, "target_modules")
-    if config.layers_to_transform is None:
+    if not config.layers_to_transform:
         return matched
     indices = _layer_indices(config.layers_pattern, names)
     return {

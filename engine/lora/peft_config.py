@@ -30,7 +30,8 @@ class PeftLoRAConfig:
     """The part of PEFT's LoraConfig that changes what an adapter computes.
 
     ``target_modules`` and ``exclude_modules`` are a regular expression when a string and name
-    suffixes when a tuple. Patterns keep the file's order, because the first match wins.
+    suffixes when a tuple. Patterns keep the file's order, because the first match wins. An empty
+    ``layers_to_transform`` means every layer, as None does.
     """
 
     rank: int
@@ -51,7 +52,7 @@ class PeftLoRAConfig:
             "rank_pattern": bool(self.rank_pattern),
             "alpha_pattern": bool(self.alpha_pattern),
             "exclude_modules": bool(self.exclude_modules),
-            "layers_to_transform": self.layers_to_transform is not None,
+            "layers_to_transform": bool(self.layers_to_transform),
         }
         return tuple(name for name, is_used in used.items() if is_used)
 
@@ -170,7 +171,7 @@ def _layer_indices(fields: Mapping[str, object]) -> frozenset[int] | None:
     indices = value if isinstance(value, list) else [value]
     if not all(type(index) is int and index >= 0 for index in indices):
         _invalid(f"layers_to_transform must be layer indices from 0, got {_show(value)}")
-    return frozenset(indices) or None
+    return frozenset(indices)
 
 
 def _layers_pattern(fields: Mapping[str, object]) -> tuple[str, ...]:
