@@ -239,8 +239,9 @@ def lora_shrink(
                and past the adapter's rank.
     """
     _check_lora(x, lora_a, ranks, batch)
-    if not x.shape[0]:
-        return x.new_empty(lora_a.shape[0], 0, batch.max_active_rank, dtype=torch.float32)
+    if not (x.shape[0] and batch.max_active_rank):
+        shape = (lora_a.shape[0], x.shape[0], batch.max_active_rank)
+        return x.new_empty(shape, dtype=torch.float32)
     run = implementation("lora_shrink", x.device.type, backend)
     result: torch.Tensor = run(x, lora_a, ranks, batch)
     return result
@@ -265,7 +266,7 @@ def lora_expand(
     ys         P of [T, out_p]                  changed; rows of the base model are untouched
     """
     _check_outputs(mid.shape[0], lora_b, ys, batch)
-    if mid.shape[1]:
+    if mid.shape[1] and mid.shape[2]:
         implementation("lora_expand", mid.device.type, backend)(mid, lora_b, ranks, batch, ys)
 
 
@@ -286,7 +287,7 @@ def lora_apply(
     """
     _check_lora(x, lora_a, ranks, batch)
     _check_outputs(lora_a.shape[0], lora_b, ys, batch)
-    if not x.shape[0]:
+    if not (x.shape[0] and batch.max_active_rank):
         return
     if backend == "triton" or x.device.type != "cpu":
         mid = lora_shrink(x, lora_a, ranks, batch, backend=backend)

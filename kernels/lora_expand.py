@@ -1,0 +1,260 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+"""Adds the adapters' low-rank updates to the outputs: Triton kernels and launcher.
+
+One launch serves up to three projections (query, key and value) of different widths: their column
+blocks are numbered one after the other. See ``kernels.lora_shrink`` for the two kinds of kernel.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import tuning
+from kernels.metadata import LoRABatch
+from kernels.tiles import find_run, num_tiles
+
+# Projections that one launch takes; more are served by further launches.
+_PROJECTIONS_PER_LAUNCH = 3
+
+
+@triton.jit
+def _expand_rows_kernel(
+    mid_ptr,
+    ranks_ptr,
+    token_slots_ptr,
+    b0_ptr,
+    b1_ptr,
+    b2_ptr,
+    y0_ptr,
+    y1_ptr,
+    y2_ptr,
+    width0,
+    width1,
+    width2,
+    y0_stride,
+    y1_stride,
+    y2_stride,
+    first_block1,
+    first_block2,
+    num_slots,
+    max_rank,
+    mid_width,
+    mid_projection_stride,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    slot = tl.load(token_slots_ptr + token).to(tl.int64)
+    if slot < 0:
+        return
+    projection = (block >= first_block1).to(tl.int64) + (block >= first_block2).to(tl.int64)
+    b_ptr, y_ptr, width, y_stride = b0_ptr, y0_ptr, width0, y0_stride
+    if projection == 1:
+        b_ptr, y_ptr, width, y_stride = b1_ptr, y1_ptr, width1, y1_stride
+        block -= first_block1
+    elif projection == 2:
+        b_ptr, y_ptr, width, y_stride = b2_ptr, y2_ptr, width2, y2_stride
+        block -= first_block2
+    rank = tl.load(ranks_ptr + projection * num_slots + slot)
+    if rank == 0:
+        return
+    cols = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    col_mask = cols < width
+    mid_ptrs = mid_ptr + projection * mid_projection_stride + token * mid_width
+    weight_ptrs = b_ptr + slot * max_rank * width + cols[None, :]
+
+    products = tl.zeros([BLOCK_RANK, BLOCK_OUT], tl.float32)
+    for start in range(0, rank, BLOCK_RANK):
+        rows = start + tl.arange(0, BLOCK_RANK)
+        row_mask = rows < rank
+        mid = tl.load(mid_ptrs + rows, mask=row_mask, other=0.0)
+        mask = row_mask[:, None] & col_mask[None, :]
+        weight = tl.load(weight_ptrs + rows[:, None] * width, mask=mask, other=0.0)
+        products += weight.to(tl.float32) * mid[:, None]
+
+    y_ptrs = y_ptr + token * y_stride + cols
+    y = tl.load(y_ptrs, mask=col_mask, other=0.0).to(tl.float32) + tl.sum(products, 0)
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=col_mask)
+
+
+@triton.jit
+def _expand_tiles_kernel(
+    mid_ptr,
+    ranks_ptr,
+    segment_starts_ptr,
+    segment_slots_ptr,
+    b0_ptr,
+    b1_ptr,
+    b2_ptr,
+    y0_ptr,
+    y1_ptr,
+    y2_ptr,
+    width0,
+    width1,
+    width2,
+    y0_stride,
+    y1_stride,
+    y2_stride,
+    first_block1,
+    first_block2,
+    num_segments,
+    num_slots,
+    max_rank,
+    mid_width,
+    mid_projection_stride,
+    DOT_DTYPE: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    SEARCH: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    block = tl.program_id(1)
+    segment = find_run(segment_starts_ptr, num_segments, 0, tile, BLOCK_TOKENS, SEARCH)
+    slot = tl.load(segment_slots_ptr + segment).to(tl.int64)
+    if slot < 0:
+        return
+    segment_start = tl.load(segment_starts_ptr + segment)
+    segment_end = tl.load(segment_starts_ptr + segment + 1)
+    tile_in_segment = tile - segment - segment_start // BLOCK_TOKENS
+    first = segment_start + tile_in_segment * BLOCK_TOKENS
+    if first >= segment_end:
+        return
+    projection = (block >= first_block1).to(tl.int64) + (block >= first_block2).to(tl.int64)
+    b_ptr, y_ptr, width, y_stride = b0_ptr, y0_ptr, width0, y0_stride
+    if projection == 1:
+        b_ptr, y_ptr, width, y_stride = b1_ptr, y1_ptr, width1, y1_stride
+        block -= first_block1
+    elif projection == 2:
+        b_ptr, y_ptr, width, y_stride = b2_ptr, y2_ptr, width2, y2_stride
+        block -= first_block2
+    rank = tl.load(ranks_ptr + projection * num_slots + slot)
+    if rank == 0:
+        return
+    tokens = (first + tl.arange(0, BLOCK_TOKENS)).to(tl.int64)
+    token_mask = tokens < segment_end
+    cols = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    col_mask = cols < width
+    mid_ptrs = mid_ptr + projection * mid_projection_stride
+    mid_ptrs += tokens[:, None] * mid_width
+    weight_ptrs = b_ptr + slot * max_rank * width + cols[None, :]
+
+    update = tl.zeros([BLOCK_TOKENS, BLOCK_OUT], tl.float32)
+    for start in range(0, rank, BLOCK_RANK):
+        rows = start + tl.arange(0, BLOCK_RANK)
+        row_mask = rows < rank
+        mid = tl.load(
+            mid_ptrs + rows[None, :], mask=token_mask[:, None] & row_mask[None, :], other=0.0
+        )
+        mask = row_mask[:, None] & col_mask[None, :]
+        weight = tl.load(weight_ptrs + rows[:, None] * width, mask=mask, other=0.0)
+        update = tl.dot(
+            mid.to(DOT_DTYPE), weight.to(DOT_DTYPE), update, input_precision=DOT_PRECISION
+        )
+
+    mask = token_mask[:, None] & col_mask[None, :]
+    y_ptrs = y_ptr + tokens[:, None] * y_stride + cols[None, :]
+    y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32) + update
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def lora_expand(
+    mid: torch.Tensor,
+    lora_b: Sequence[torch.Tensor],
+    ranks: torch.Tensor,
+    batch: LoRABatch,
+    ys: Sequence[torch.Tensor],
+) -> None:
+    """Launch once for all adapters and up to three projections."""
+    if not all(b.is_contiguous() for b in lora_b) or not ranks.is_contiguous():
+        raise ValueError("lora_expand: lora_b and ranks must be contiguous")
+    if any(y.stride(1) != 1 for y in ys) or mid.stride(1) != mid.shape[2]:
+        raise ValueError("lora_expand: mid and the rows of ys must be contiguous")
+    for start in range(0, len(ys), _PROJECTIONS_PER_LAUNCH):
+        part = slice(start, start + _PROJECTIONS_PER_LAUNCH)
+        _launch(mid[part], lora_b[part], ranks[part], batch, ys[part])
+
+
+def _launch(
+    mid: torch.Tensor,
+    lora_b: Sequence[torch.Tensor],
+    ranks: torch.Tensor,
+    batch: LoRABatch,
+    ys: Sequence[torch.Tensor],
+) -> None:
+    num_tokens = mid.shape[1]
+    widths = [y.shape[1] for y in ys]
+    by_rows = tuning.lora_by_rows(num_tokens, batch.max_segment_len)
+    if by_rows:
+        wide = tuning.EXPAND_ROWS["many"].block_features
+        rows = tuning.expand_rows(num_tokens * sum(triton.cdiv(width, wide) for width in widths))
+        block_out = rows.block_features
+    else:
+        config = tuning.expand_tiles(batch.max_segment_len)
+        block_out = config.block_features
+    blocks = [triton.cdiv(width, block_out) for width in widths]
+    num_blocks = sum(blocks)
+    # Absent projections start past the last block, so no program takes them.
+    first_blocks = [blocks[0], sum(blocks[:2])][: len(ys) - 1]
+    first_blocks += [num_blocks] * (2 - len(first_blocks))
+    absent = _PROJECTIONS_PER_LAUNCH - len(ys)
+    outputs = (
+        *_pad(lora_b, absent),
+        *_pad(ys, absent),
+        *_pad(widths, absent),
+        *_pad([y.stride(0) for y in ys], absent),
+        *first_blocks,
+    )
+    shape = (ranks.shape[1], lora_b[0].shape[1], mid.shape[2], mid.stride(0))
+    if by_rows:
+        _expand_rows_kernel[(num_tokens, num_blocks)](
+            mid,
+            ranks,
+            batch.token_slots,
+            *outputs,
+            *shape,
+            BLOCK_RANK=rows.block_rank,
+            BLOCK_OUT=block_out,
+            num_warps=rows.num_warps,
+        )
+        return
+    num_segments = batch.segment_slots.shape[0]
+    dot_dtype, dot_precision = _dot_mode(lora_b[0].dtype)
+    _expand_tiles_kernel[(num_tiles(num_segments, num_tokens, config.block_tokens), num_blocks)](
+        mid,
+        ranks,
+        batch.segment_starts,
+        batch.segment_slots,
+        *outputs,
+        num_segments,
+        *shape,
+        DOT_DTYPE=dot_dtype,
+        DOT_PRECISION=dot_precision,
+        BLOCK_TOKENS=config.block_tokens,
+        BLOCK_RANK=config.block_rank,
+        BLOCK_OUT=block_out,
+        SEARCH=tuning.SEARCH,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _pad(values: Sequence[Any], count: int) -> list[Any]:
+    return [*values, *[values[0]] * count]
+
+
+def _dot_mode(dtype: torch.dtype) -> tuple[Any, str]:
+    """Return the dtype and precision of the product with weights of `dtype`.
+
+    The intermediate is float32. It has bfloat16's range, so with bfloat16 weights it is rounded to
+    that; float16 could overflow, so there both sides are widened to tf32, which holds float16
+    exactly.
+    """
+    if dtype == torch.bfloat16:
+        return tl.bfloat16, "ieee"
+    return tl.float32, "tf32" if dtype == torch.float16 else "ieee"
