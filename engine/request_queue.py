@@ -8,7 +8,7 @@ adapter: its cost grows with the adapters that wait, not with the requests.
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable
+from collections.abc import Set
 from typing import NamedTuple
 
 from engine.request import Request
@@ -65,30 +65,34 @@ class WaitingQueue:
         group = self._groups.get(digest)
         return None if group is None else group[0]
 
-    def first_of_each(self, *, limit: int, excluding: Collection[str | None]) -> list[QueueEntry]:
+    def first_of_each(self, *, limit: int, excluding: Set[str | None]) -> list[QueueEntry]:
         """Return the first request of each adapter outside ``excluding``, in order."""
         heads = (group[0] for digest, group in self._groups.items() if digest not in excluding)
         return heapq.nsmallest(limit, heads)
 
-    def walk(self, near: Iterable[str | None]) -> "QueueWalk":
+    def walk(self, near: Set[str | None]) -> "QueueWalk":
         """Start a walk in order; ``near`` are the adapters that ``skip_far`` does not skip."""
-        return QueueWalk(self, set(near), [group[0] for group in self._groups.values()])
+        groups = self._groups
+        near_heads = [groups[digest][0] for digest in near if digest in groups]
+        far_heads = [group[0] for digest, group in groups.items() if digest not in near]
+        return QueueWalk(self, near_heads, far_heads)
 
 
 class QueueWalk:
     """Goes through the queue in order, one request per adapter until ``revisit`` asks for more."""
 
-    def __init__(self, queue: WaitingQueue, near: set[str | None], heads: list[QueueEntry]) -> None:
+    def __init__(self, queue: WaitingQueue, near: list[QueueEntry], far: list[QueueEntry]) -> None:
         self._queue = queue
-        self._near = [head for head in heads if head.request.digest in near]
-        self._far = [head for head in heads if head.request.digest not in near]
+        self._near = near
+        self._far = far
         heapq.heapify(self._near)
-        heapq.heapify(self._far)
+        # Groups come about in the order of arrival, so this is nearly sorted and sorts fast.
+        self._far.sort(reverse=True)
 
     def next(self) -> QueueEntry | None:
         """Take the next request, None at the end."""
-        if self._far and (not self._near or self._far[0] < self._near[0]):
-            return heapq.heappop(self._far)
+        if self._far and (not self._near or self._far[-1] < self._near[0]):
+            return self._far.pop()
         return heapq.heappop(self._near) if self._near else None
 
     def revisit(self, digest: str | None) -> None:

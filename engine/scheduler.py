@@ -40,9 +40,10 @@ class _Step:
         self.slot_loads: list[SlotLoad] = []
         self.preempted: list[Request] = []
 
-    def add(self, request: Request, block_ids: tuple[int, ...], slot: int | None) -> None:
+    def add(
+        self, request: Request, num_remaining: int, block_ids: tuple[int, ...], slot: int | None
+    ) -> None:
         """Schedule as many of the request's remaining tokens as the budget allows."""
-        num_remaining = request.num_tokens - request.num_computed_tokens
         num_tokens = min(num_remaining, self.budget)
         self.budget -= num_tokens
         self.scheduled.append(
@@ -198,27 +199,28 @@ class Scheduler:
             if request.num_tokens - request.num_computed_tokens == 1:
                 if not self._make_room(request, step):
                     return
-                self._place(request, step)
+                self._place(request, 1, step)
             index += 1
 
     def _schedule_prefills(self, step: _Step) -> None:
         for entry in self._running:
             if not step.budget:
                 return
-            request = entry.request
-            if request.num_tokens - request.num_computed_tokens > 1:
-                self._place(request, step)
+            num_remaining = entry.request.num_tokens - entry.request.num_computed_tokens
+            if num_remaining > 1:
+                self._place(entry.request, num_remaining, step)
 
-    def _place(self, request: Request, step: _Step) -> None:
+    def _place(self, request: Request, num_remaining: int, step: _Step) -> None:
         slot = None
-        if self._gate is not None and request.digest is not None:
-            slot = self._gate.slots.slot_of(request.digest)
+        digest = request.digest
+        if self._gate is not None and digest is not None:
+            slot = self._gate.slots.slot_of(digest)
             assert slot is not None, "a running request holds its adapter's slot"
-        step.add(request, self._kv.block_ids(request), slot)
+        step.add(request, num_remaining, self._kv.block_ids(request), slot)
 
     def _make_room(self, request: Request, step: _Step) -> bool:
         """Find a block for the next token; False when the request itself had to give way."""
-        assert request.num_tokens <= self._max_model_len, "a full request must be finished"
+        assert request.num_computed_tokens < self._max_model_len, "a full request must be finished"
         while not self._kv.allocate_slots(request, 1):
             last = self._running.pop()
             self._preempt(last)
@@ -239,7 +241,7 @@ class Scheduler:
             return
         if self._gate is not None:
             self._gate.begin(self._clock())
-        walk = self._waiting.walk(near=(None, *self._resident()))
+        walk = self._waiting.walk(near=self._resident() | {None})
         while self._has_room(step) and (entry := walk.next()) is not None:
             if not self._adapter_admits(entry.request):
                 if self._gate is not None and self._gate.is_exhausted:
@@ -281,7 +283,7 @@ class Scheduler:
             activation = self._gate.acquire(request.digest)
             if activation.is_new:
                 step.slot_loads.append(SlotLoad(activation.slot, request.digest))
-        self._place(request, step)
+        self._place(request, request.num_tokens - num_cached, step)
         return True
 
     def _leave_waiting(self, entry: QueueEntry) -> None:
