@@ -31,10 +31,10 @@ kernels: $(VENV)/.kernels
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "needs Python 3.11 or newer: make PYTHON=/path/to/python" >&2; exit 1; }
-	@echo "==> installing into $(VENV): about 500 MB, a few minutes"
+	@echo "==> installing into $(VENV): 3 GB on disk, some minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install --progress-bar off -c constraints.txt -e '.[dev]' \
-	    | sed -un -e '/Downloading/p' -e '/^Installing/p' -e '/^Successfully/p'
+	    | sed -un -e '/Downloading/p' -e 's/^Installing collected .*/==> unpacking/p'
 	@touch $@
 
 # Without a compiler this reports so and the kernels run on torch alone.
