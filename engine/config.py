@@ -66,12 +66,16 @@ class LoRAConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All settings of one engine. ``lora`` None builds an engine without any LoRA code."""
+    """All settings of one engine.
+
+    ``lora`` None builds an engine without any LoRA code. ``seed`` fixes the random numbers of requests
+    that bring no seed; without it they differ from run to run.
+    """
 
     model: Path
     dtype: DType = "auto"
     device: Device = "auto"
-    seed: int = 0
+    seed: int | None = None
     max_model_len: int | None = None
     num_threads: int | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)

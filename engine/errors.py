@@ -1,15 +1,16 @@
 """Everything the engine raises on purpose.
 
-    EngineError
-    ├── InvalidRequestError        the caller's request cannot be served as asked (4xx)
-    │   └── PromptTooLongError
-    ├── AdapterError               something about one adapter
-    │   ├── InvalidAdapterError    its files are not what they should be
-    │   ├── UnsupportedAdapterError  well formed, but not honoured exactly, so refused
-    │   └── AdapterNotLoadedError  asked for by a digest that the engine does not know
-    ├── CapacityError              no room: slots or host cache full of pinned adapters
-    ├── QueueFullError             too many waiting requests
-    └── UnsupportedModelError      the base model cannot be served, said at start
+EngineError
+├── InvalidRequestError        the caller's request cannot be served as asked (4xx)
+│   └── PromptTooLongError
+├── AdapterError               something about one adapter
+│   ├── InvalidAdapterError    its files are not what they should be
+│   ├── UnsupportedAdapterError  well formed, but not honoured exactly, so refused
+│   └── AdapterNotLoadedError  asked for by a digest that the engine does not know
+├── CapacityError              no room: slots or host cache full of pinned adapters
+├── QueueFullError             too many waiting requests
+├── UnsupportedModelError      the base model cannot be served, said at start
+└── EngineDeadError            the engine has stopped; nothing more will come
 """
 
 
@@ -75,3 +76,7 @@ class QueueFullError(EngineError):
 
 class UnsupportedModelError(EngineError):
     """The base model's architecture cannot be served."""
+
+
+class EngineDeadError(EngineError):
+    """The engine has stopped, on request or by a failure; a new one is needed."""

@@ -7,6 +7,8 @@ from engine.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
 MAX_N = 128
+# Dividing logits by less than this would overflow float32 before it changed any draw.
+GREEDY_TEMPERATURE = 1e-5
 _SEED_RANGE = 1 << 63
 
 
@@ -14,7 +16,7 @@ _SEED_RANGE = 1 << 63
 class SamplingParams:
     """Sampling parameters of one request.
 
-    ``temperature`` 0 means greedy. ``top_k`` 0 or -1 and ``top_p`` 1 switch the filters off.
+    ``temperature`` 0 (or below 1e-5) means greedy. ``top_k`` 0 or -1 and ``top_p`` 1 switch the filters off.
     ``logprobs`` k asks for the chosen token and the k most likely; ``prompt_logprobs`` likewise for
     each prompt token. ``max_tokens`` None generates until the context is full.
     Raises InvalidRequestError naming the parameter.
@@ -48,7 +50,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < GREEDY_TEMPERATURE
 
     def _check_counts(self) -> None:
         _require(1 <= self.n <= MAX_N, "n", self.n, f"must be in 1..{MAX_N}")
@@ -79,7 +81,9 @@ class SamplingParams:
             value = getattr(self, name)
             _require(-2 <= value <= 2, name, value, "must be in [-2, 2]")
         value = self.repetition_penalty
-        _require(math.isfinite(value) and value > 0, "repetition_penalty", value, "must be positive")
+        _require(
+            math.isfinite(value) and value > 0, "repetition_penalty", value, "must be positive"
+        )
         for token_id, bias in self.logit_bias:
             _require(token_id >= 0, "logit_bias", token_id, "token ids must not be negative")
             _require(-100 <= bias <= 100, "logit_bias", bias, "must be in [-100, 100]")

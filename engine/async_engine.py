@@ -1,0 +1,288 @@
+"""The engine for asyncio callers: a thread steps, each request has its own queue.
+
+Knows threads and event loops. Knows nothing of batches: whatever touches the ``Engine`` runs on its
+thread, between two steps.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+from transformers import PreTrainedTokenizerFast
+
+from adapters import LoRARequest
+from engine.adapter_set import AdapterSet
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import AdapterNotLoadedError, EngineDeadError
+from engine.lora.adapter import AdapterInfo
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
+from engine.stats import EngineStats, LoRAResidency
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_NUM_LOADER_THREADS = 4
+
+
+class _Stream:
+    """Where the outputs of one request go: a queue in its caller's event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[list[RequestOutput] | Exception] = asyncio.Queue()
+
+    def put(self, item: list[RequestOutput] | Exception) -> None:
+        """Hand over from the engine's thread."""
+        # A closed loop has nobody left to tell.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+
+    async def get(self) -> list[RequestOutput]:
+        """Return what has come since the last call, at least one output."""
+        item = await self._queue.get()
+        while not (isinstance(item, Exception) or self._queue.empty()):
+            following = self._queue.get_nowait()
+            if isinstance(following, Exception):
+                raise following
+            item = item + following
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+
+class AsyncEngine:
+    """An Engine whose steps run in a thread of its own.
+
+    ``generate`` is a plain async generator: closing it, or cancelling its consumer, aborts the
+    request. ``start`` loads the model; ``stop`` ends open requests with EngineDeadError.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._loaders = ThreadPoolExecutor(_NUM_LOADER_THREADS, thread_name_prefix="lora-loader")
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}
+        self._started: Future[Engine] = Future()
+        self._stopping = False
+        self._death: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    async def start(self) -> None:
+        """Load the model and begin to serve. Raises what loading raises."""
+        self._thread.start()
+        await asyncio.wrap_future(self._started)
+
+    async def stop(self) -> None:
+        """Stop stepping and wait for the thread."""
+        self._stopping = True
+        self._commands.put(lambda: None)
+        await asyncio.to_thread(self._thread.join)
+        self._loaders.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are being served."""
+        return self._started.done() and self._thread.is_alive() and self._death is None
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        return self._engine.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        return self._engine.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self._engine.vocab_size
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self._engine.eos_token_ids
+
+    async def load_lora(self, lora: LoRARequest) -> AdapterInfo:
+        """Read and check an adapter into host memory; running requests are not delayed.
+
+        Raises AdapterError when it cannot be served exactly, CapacityError when there is no room.
+        """
+        adapters = self._adapters(lora.lora_name)
+        if lora.digest is not None:
+            await self._call(partial(adapters.restore, lora.digest))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._loaders, adapters.load, lora)
+
+    async def remove_lora(self, digest: str, *, force: bool = False) -> None:
+        """Forget an adapter; its memory is freed with its last request. ``force`` aborts those."""
+        adapters = self._adapters(digest)
+
+        def remove() -> None:
+            adapters.remove(digest)
+            if force:
+                self._deliver(self._engine.abort_adapter(digest))
+
+        await self._call(remove)
+
+    async def pin_lora(self, digest: str, *, in_slot: bool = False) -> None:
+        """Keep an adapter in host memory until it is unpinned or removed."""
+        await self._call(partial(self._adapters(digest).pin, digest, in_slot=in_slot))
+
+    async def unpin_lora(self, digest: str) -> None:
+        """Let an adapter be evicted again."""
+        await self._call(partial(self._adapters(digest).unpin, digest))
+
+    def loras(self) -> list[LoRAResidency]:
+        """List adapters in host memory or in a slot."""
+        adapters = self._engine.adapters
+        return [] if adapters is None else adapters.resident()
+
+    def stats(self) -> EngineStats:
+        """Return the engine's figures of this moment."""
+        return self._engine.stats()
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        lora: LoRARequest | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[list[RequestOutput]]:
+        """Serve one request; yields what is new until an output says ``request_finished``.
+
+        Raises InvalidRequestError or QueueFullError before the first item, EngineDeadError when
+        the engine stops. Failures of single sequences are in ``RequestOutput.error``.
+        """
+        stream = _Stream()
+        prompt = list(prompt_token_ids)
+        try:
+            await self._call(partial(self._add, stream, request_id, prompt, params, lora, priority))
+            while True:
+                outputs = await stream.get()
+                yield outputs
+                if outputs[-1].request_finished:
+                    return
+        finally:
+            # Not awaited: this also runs when the consumer's task is being cancelled.
+            self._commands.put(partial(self._abort, request_id, stream))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its stream ends with finish_reason "abort". Unknown ids are no error."""
+        await self._call(lambda: self._deliver(self._engine.abort_request(request_id)))
+
+    @property
+    def _engine(self) -> Engine:
+        return self._started.result(timeout=0)
+
+    def _adapters(self, what: str) -> AdapterSet:
+        adapters = self._engine.adapters
+        if adapters is None:
+            raise AdapterNotLoadedError(f"this engine was started without LoRA, so not {what!r}")
+        return adapters
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        """Run a function on the engine's thread, between two steps."""
+        done: Future[T] = Future()
+
+        def command() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                done.set_result(function())
+            except Exception as error:  # noqa: BLE001  raised again in the caller
+                done.set_exception(error)
+
+        if not self.is_alive:
+            raise EngineDeadError("the engine is not running") from self._death
+        self._commands.put(command)
+        result = asyncio.wrap_future(done)
+        if not self.is_alive and not done.done():
+            # The thread may have ended between the check and the put.
+            done.cancel()
+            raise EngineDeadError("the engine is not running") from self._death
+        return await result
+
+    def _add(
+        self,
+        stream: _Stream,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        lora: LoRARequest | None,
+        priority: int,
+    ) -> None:
+        self._engine.add_request(request_id, prompt, params, lora=lora, priority=priority)
+        self._streams[request_id] = stream
+
+    def _abort(self, request_id: str, stream: _Stream) -> None:
+        """End the request of a stream that nobody reads any more."""
+        if self._streams.get(request_id) is stream:
+            del self._streams[request_id]
+            self._engine.abort_request(request_id)
+
+    def _run(self) -> None:
+        try:
+            engine = Engine(self._config, self._loaders)
+        except BaseException as error:  # noqa: BLE001  raised again in start()
+            self._started.set_exception(error)
+            return
+        if engine.adapters is not None:
+            engine.adapters.prefetcher.on_loaded = lambda: self._commands.put(lambda: None)
+        self._started.set_result(engine)
+        try:
+            can_step = False
+            while not self._stopping:
+                self._run_commands(wait=not can_step)
+                if engine.has_work:
+                    self._deliver(engine.step())
+                # A stalled engine waits for adapters; the end of a load is a command.
+                can_step = engine.has_work and not engine.is_stalled
+        except Exception as error:
+            logger.exception("the engine failed")
+            self._death = error
+        finally:
+            self._die()
+
+    def _run_commands(self, *, wait: bool) -> None:
+        if wait:
+            self._commands.get()()
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            command()
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        """Hand each request its outputs of this step, in one item."""
+        grouped: dict[str, list[RequestOutput]] = {}
+        for output in outputs:
+            grouped.setdefault(output.request_id, []).append(output)
+        for request_id, items in grouped.items():
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                stream.put(items)
+                if items[-1].request_finished:
+                    del self._streams[request_id]
+
+    def _die(self) -> None:
+        """Tell everyone who waits that nothing will come."""
+        if self._death is None:
+            self._death = EngineDeadError("the engine was stopped")
+        error = EngineDeadError(f"the engine has ended: {self._death}")
+        try:
+            self._run_commands(wait=False)
+        except Exception:
+            logger.exception("a command failed while the engine ended")
+        for stream in self._streams.values():
+            stream.put(error)
+        self._streams.clear()

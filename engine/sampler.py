@@ -1,0 +1,200 @@
+"""Chooses the next token of each sequence from its logits.
+
+Knows SamplingParams and tokens. Knows nothing of adapters, blocks or text.
+
+The order is vLLM's: logit_bias, min_tokens, penalties, then greedy choice, or temperature, min_p,
+top_k, top_p and a draw. Log probabilities are those of the raw logits, before any of it.
+
+Each sequence owns its random numbers, one uniform number for each token, and draws by inverting the
+cumulative distribution. So a seeded sequence does not depend on what else is in the batch, nor on
+preemption, which keeps tokens that were drawn.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.errors import EngineError
+from engine.outputs import PositionLogprobs, TokenLogprob
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+
+# Nearly every distribution has its top_p mass in this many tokens, and selecting them is much
+# cheaper than sorting a vocabulary.
+_NUCLEUS_GUESS = 1024
+
+
+class NonFiniteLogitsError(EngineError):
+    """The model gave NaN or infinity for this sequence."""
+
+    def __init__(self) -> None:
+        super().__init__("the model produced non-finite logits for this request")
+
+
+@dataclass(slots=True)
+class SamplingState:
+    """What one sequence must remember between tokens in order to sample the next."""
+
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    rng: random.Random
+    prompt_tokens: frozenset[int] = frozenset()
+    output_counts: Counter[int] = field(default_factory=Counter)
+
+    @classmethod
+    def create(
+        cls, request: Request, eos_token_ids: frozenset[int], fallback: random.Random
+    ) -> "SamplingState":
+        """Start a sequence; without a seed of its own it draws from ``fallback``."""
+        params = request.params
+        eos = frozenset() if params.ignore_eos else eos_token_ids
+        has_seed = params.seed is not None
+        needs_prompt = params.repetition_penalty != 1.0
+        return cls(
+            params=params,
+            stop_ids=eos | frozenset(params.stop_token_ids),
+            rng=random.Random(f"{params.seed}:{request.index}") if has_seed else fallback,
+            prompt_tokens=frozenset(request.prompt_token_ids if needs_prompt else ()),
+        )
+
+    @property
+    def has_penalties(self) -> bool:
+        params = self.params
+        return bool(
+            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+        )
+
+    @property
+    def changes_logits(self) -> bool:
+        params = self.params
+        below_minimum = self.output_counts.total() < params.min_tokens and bool(self.stop_ids)
+        return bool(params.logit_bias) or below_minimum or self.has_penalties
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The chosen token, or why there is none."""
+
+    token_id: int
+    logprobs: PositionLogprobs | None = None
+    error: Exception | None = None
+
+
+def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sampled]:
+    """Choose one token for each row and count it in the row's state.
+
+    logits   [rows, vocab]  float32, overwritten
+    states   one for each row
+    """
+    raw = _keep_raw(logits, states)
+    for row, state in enumerate(states):
+        if state.changes_logits:
+            _apply_biases(logits[row], state)
+            _apply_penalties(logits[row], state)
+    chosen = logits.argmax(dim=-1)
+    is_finite = logits.gather(1, chosen.unsqueeze(1)).isfinite().squeeze(1).tolist()
+    token_ids = chosen.tolist()
+    results: list[Sampled] = []
+    for row, state in enumerate(states):
+        if not is_finite[row]:
+            results.append(Sampled(-1, error=NonFiniteLogitsError()))
+            continue
+        token_id = token_ids[row]
+        if not state.params.is_greedy:
+            token_id = _draw(logits[row], state.params, state.rng.random())
+        state.output_counts[token_id] += 1
+        logprobs = None
+        if state.params.logprobs is not None:
+            logprobs = position_logprobs(raw[row], token_id, state.params.logprobs)
+        results.append(Sampled(token_id, logprobs))
+    return results
+
+
+def position_logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> PositionLogprobs:
+    """Log probabilities of one token and of the ``num_top`` most likely, from logits [vocab]."""
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = logprobs[token_id]
+    rank = int((logprobs > chosen).sum()) + 1
+    values, indices = logprobs.topk(min(num_top, logits.shape[0]))
+    top = tuple(
+        TokenLogprob(token, value, place)
+        for place, (token, value) in enumerate(
+            zip(indices.tolist(), values.tolist(), strict=True), 1
+        )
+    )
+    return PositionLogprobs(TokenLogprob(token_id, float(chosen), rank), top)
+
+
+def _keep_raw(logits: torch.Tensor, states: Sequence[SamplingState]) -> dict[int, torch.Tensor]:
+    """Copy the rows whose log probabilities are wanted, where sampling would overwrite them."""
+    return {
+        row: logits[row].clone() if state.changes_logits else logits[row]
+        for row, state in enumerate(states)
+        if state.params.logprobs is not None
+    }
+
+
+def _apply_biases(logits: torch.Tensor, state: SamplingState) -> None:
+    if state.params.logit_bias:
+        ids, biases = zip(*state.params.logit_bias, strict=True)
+        logits.index_add_(0, _ids(ids, logits), logits.new_tensor(biases))
+    if state.output_counts.total() < state.params.min_tokens and state.stop_ids:
+        logits[_ids(sorted(state.stop_ids), logits)] = -torch.inf
+
+
+def _apply_penalties(logits: torch.Tensor, state: SamplingState) -> None:
+    """Repetition penalty as in CTRL (arXiv:1909.05858), the other two as OpenAI documents them."""
+    params = state.params
+    if params.repetition_penalty != 1.0:
+        ids = _ids(sorted(state.prompt_tokens | state.output_counts.keys()), logits)
+        seen = logits[ids]
+        penalty = params.repetition_penalty
+        logits[ids] = torch.where(seen > 0, seen / penalty, seen * penalty)
+    if (params.presence_penalty or params.frequency_penalty) and state.output_counts:
+        ids = _ids(list(state.output_counts), logits)
+        counts = logits.new_tensor(list(state.output_counts.values()))
+        logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
+
+
+def _ids(ids: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(ids, dtype=torch.int64, device=like.device)
+
+
+def _draw(logits: torch.Tensor, params: SamplingParams, uniform: float) -> int:
+    """Draw from one row [vocab], ``uniform`` in [0, 1)."""
+    probs = ((logits - logits.max()) / params.temperature).softmax(dim=-1)
+    if params.min_p > 0:
+        probs = probs.masked_fill(probs < params.min_p * probs.max(), 0)
+    indices = None
+    if 0 < params.top_k < probs.shape[0]:
+        probs, indices = probs.topk(params.top_k)
+    if params.top_p < 1:
+        probs, indices = _nucleus(probs, indices, params.top_p)
+    cumulative = probs.double().cumsum(0)
+    # right=True picks the first token whose cumulative mass exceeds the number, never one of mass 0.
+    place = int(torch.searchsorted(cumulative, cumulative[-1] * uniform, right=True))
+    if place >= probs.shape[0] or probs[place] == 0:
+        place = int(probs.argmax())
+    return place if indices is None else int(indices[place])
+
+
+def _nucleus(
+    probs: torch.Tensor, indices: torch.Tensor | None, top_p: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keep the fewest most likely tokens whose mass reaches ``top_p`` (arXiv:1904.09751).
+
+    ``indices`` are the token ids of ``probs`` where that is already a selection, best first.
+    """
+    mass = top_p * probs.double().sum()
+    if indices is None:
+        guess = min(_NUCLEUS_GUESS, probs.shape[0])
+        best, indices = probs.topk(guess)
+        if best.double().sum() < mass and guess < probs.shape[0]:
+            best, indices = probs.sort(descending=True)
+        probs = best
+    before = probs.double().cumsum(0) - probs
+    keep = int((before < mass).sum())
+    return probs[:keep], indices[:keep]
