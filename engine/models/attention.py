@@ -8,7 +8,7 @@ No mask function is registered under this name, so transformers builds no mask; 
 asks for beyond causality, a window and a soft cap is refused, never ignored.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -124,21 +124,28 @@ class _Recorder:
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
 
+def paged_attention_of(module: nn.Module) -> _Attend:
+    """Return what `attach_paged_attention` gave to an attention module."""
+    attend: _Attend | None = getattr(module, _ATTRIBUTE, None)
+    if attend is None:
+        raise UnsupportedModelError(f"{type(module).__name__} attends without a layer index")
+    return attend
+
+
 def attach_paged_attention(
-    model: nn.Module, context: ForwardContext
+    model: nn.Module, run_token: Callable[[], object], context: ForwardContext
 ) -> list[tuple[PagedAttention, AttentionSpec]]:
     """Give every attention module its own `PagedAttention`, in the order in which they run.
 
-    Which modules attend, and with what shapes, is learnt from a forward pass of one token.
+    Which modules attend, and with what shapes, is learnt from ``run_token``, a forward pass of one
+    token.
     """
     calls: list[_Recorder] = []
     candidates = {module: _Recorder(calls) for module in _numbered_modules(model)}
     for module, recorder in candidates.items():
         setattr(module, _ATTRIBUTE, recorder)
     try:
-        token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
-        with torch.inference_mode():
-            model(input_ids=token, position_ids=token, use_cache=False)
+        run_token()
     finally:
         for module in candidates:
             delattr(module, _ATTRIBUTE)
@@ -171,9 +178,7 @@ def _paged_attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """AttentionInterface: query [1, H, T, D], key and value [1, Hkv, T, D] to [1, T, H, D]."""
-    attend: _Attend | None = getattr(module, _ATTRIBUTE, None)
-    if attend is None:
-        raise UnsupportedModelError(f"{type(module).__name__} attends without a layer index")
+    attend = paged_attention_of(module)
     _refuse_unknown(module, attention_mask, kwargs)
     out = attend.attend(
         query[0].transpose(0, 1),

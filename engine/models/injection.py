@@ -4,7 +4,7 @@ Knows module trees and which classes are known to be equivalent. Knows nothing o
 adapters beyond the names and widths of the modules that they may attach to.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -54,12 +54,14 @@ def find_targets(model: PreTrainedModel, base_model: str) -> ModelTargets:
 
 def inject_kernels(model: nn.Module) -> None:
     """Replace linears, norms and MLPs by layers that run ``kernels.ops``."""
-    _replace(model, lambda _name, module: _kernel_layer(module))
-
-
-def inject_linears(model: nn.Module, wrap: Callable[[str, KernelLinear], KernelLinear]) -> None:
-    """Replace every `KernelLinear` by ``wrap(path, linear)``."""
-    _replace(model, lambda name, m: wrap(name, m) if isinstance(m, KernelLinear) else None)
+    made: dict[nn.Module, nn.Module | None] = {}
+    # From the leaves up: an MLP is built of linears that were already replaced.
+    for name, module in reversed(list(model.named_modules(remove_duplicate=False))):
+        if module not in made:
+            made[module] = _kernel_layer(module)
+        if (replacement := made[module]) is not None:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, replacement)
 
 
 def _targets(model: PreTrainedModel) -> Iterator[LoRATarget]:
@@ -75,15 +77,6 @@ def _targets(model: PreTrainedModel) -> Iterator[LoRATarget]:
             yield LoRATarget(name, *size, TargetKind.EMBEDDING)
 
 
-def _replace(root: nn.Module, make: Callable[[str, nn.Module], nn.Module | None]) -> None:
-    """Give each module's place in the tree to what `make` returns for it, leaves first."""
-    for name, module in reversed(list(root.named_modules(remove_duplicate=False))):
-        replacement = make(name, module) if name else None
-        if replacement is not None:
-            parent, _, child = name.rpartition(".")
-            setattr(root.get_submodule(parent), child, replacement)
-
-
 def _kernel_layer(module: nn.Module) -> nn.Module | None:
     """Return the engine's equivalent of `module`, None where there is none."""
     if type(module) is nn.Linear:
@@ -97,7 +90,9 @@ def _kernel_layer(module: nn.Module) -> nn.Module | None:
         assert isinstance(module.weight, torch.Tensor)
         return KernelRMSNorm(module.weight, float(module.variance_epsilon))  # type: ignore[arg-type]
     if path in GATED_MLPS and _is_silu(module.act_fn):
-        return GatedMLP(module.gate_proj, module.up_proj, module.down_proj)  # type: ignore[arg-type]
+        linears = [getattr(module, f"{name}_proj") for name in ("gate", "up", "down")]
+        if all(isinstance(linear, KernelLinear) for linear in linears):
+            return GatedMLP(*linears)
     return None
 
 

@@ -1,13 +1,18 @@
 """Layers that compute with ``kernels.ops`` what a transformers layer computes with torch.
 
-Each takes over the weights of the module it replaces. Knows tensors. Knows nothing of adapters,
-attention or which module of a model it stands for.
+Each takes over the weights of the module it replaces. Knows tensors. Knows nothing of attention or
+of adapters, except that something may want to add to a linear's output.
 """
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from kernels import ops
+
+# Adds to the outputs [T, out_p] of linears that share the input [T, in], in place.
+Update = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
 
 
 class KernelLinear(nn.Module):
@@ -19,14 +24,38 @@ class KernelLinear(nn.Module):
         self.weight = weight.detach()
         self.bias = None if bias is None else bias.detach()
         self.out_features, self.in_features = weight.shape
+        self.update: Update | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, self.in_features)
-        return self.project(rows).view(*x.shape[:-1], self.out_features)
+        return self.project(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
     def project(self, rows: torch.Tensor) -> torch.Tensor:
-        """Map rows [T, in] to [T, out]."""
-        return ops.linear(rows, self.weight, self.bias)
+        """Map rows [T, in] to a new [T, out]."""
+        out = ops.linear(rows, self.weight, self.bias)
+        if self.update is not None:
+            self.update(rows, (out,))
+        return out
+
+
+class LinearGroup(nn.Module):
+    """Linears that always run together on one input, such as q, k and v.
+
+    The members stay where they are in the model; theirs are the names, the group's is the update.
+    """
+
+    def __init__(self, members: Sequence[KernelLinear]) -> None:
+        super().__init__()
+        self.members = tuple(members)
+        self.update: Update | None = None
+        self._weights = [member.weight for member in members]
+        self._biases = [member.bias for member in members]
+
+    def project(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Map rows [T, in] to one new [T, out_p] for each member."""
+        outs = ops.linear_multi(rows, self._weights, self._biases)
+        if self.update is not None:
+            self.update(rows, outs)
+        return outs
 
 
 class KernelRMSNorm(nn.Module):
@@ -38,23 +67,27 @@ class KernelRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        return ops.rms_norm(rows, self.weight, self.eps).view(x.shape)
+        return self.normalise(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+    def normalise(self, rows: torch.Tensor) -> torch.Tensor:
+        """Map rows [T, hidden] to a new [T, hidden]."""
+        return ops.rms_norm(rows, self.weight, self.eps)
 
 
 class GatedMLP(nn.Module):
     """LlamaMLP with a SiLU gate: ``down(silu(gate(x)) * up(x))``."""
 
-    def __init__(self, gate_proj: nn.Module, up_proj: nn.Module, down_proj: nn.Module) -> None:
+    def __init__(self, gate: KernelLinear, up: KernelLinear, down: KernelLinear) -> None:
         super().__init__()
-        self.gate_proj = gate_proj
-        self.up_proj = up_proj
-        self.down_proj = down_proj
+        self.gate_proj = gate
+        self.up_proj = up
+        self.down_proj = down
+        self.gate_up = LinearGroup((gate, up))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate = self.gate_proj(x)
-        up = self.up_proj(x)
-        width = gate.shape[-1]
-        mixed = ops.silu_and_mul(gate.view(-1, width), up.view(-1, width))
-        down: torch.Tensor = self.down_proj(mixed.view(gate.shape))
-        return down
+        return self.transform(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+    def transform(self, rows: torch.Tensor) -> torch.Tensor:
+        """Map rows [T, hidden] to a new [T, hidden]."""
+        gate, up = self.gate_up.project(rows)
+        return self.down_proj.project(ops.silu_and_mul(gate, up))

@@ -4,16 +4,17 @@ Knows how the parts of ``engine.models`` fit together. Knows nothing of requests
 adapters' names.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from engine.cache.kv_cache import allocate_kv, num_blocks_that_fit
-from engine.config import EngineConfig, LoRAConfig
+from engine.config import EngineConfig
 from engine.errors import UnsupportedModelError
 from engine.lora.adapter import LoRAAdapter
-from engine.lora.layers import LoRALinear
+from engine.lora.layers import attach_lora
 from engine.lora.targets import ModelTargets
 from engine.lora.weights import LoRAWeights
 from engine.models.attention import (
@@ -23,31 +24,35 @@ from engine.models.attention import (
     attach_paged_attention,
 )
 from engine.models.context import ForwardContext
-from engine.models.injection import find_targets, inject_kernels, inject_linears
+from engine.models.injection import find_targets, inject_kernels
 from engine.models.isolation import check_isolation
 from engine.models.layers import KernelLinear
+from engine.models.llama import LlamaBody, is_llama_shaped
 from engine.models.loader import load_model, resolve_device
 from engine.models.registry import max_model_len, model_class, read_config
 from engine.models.spec import ModelSpec
 from kernels.metadata import AttentionBatch, LoRABatch
+
+# From token ids [T], positions [T] and rows [R] to the logits [R, vocab] of these rows.
+_Body = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class PagedModel:
     """A transformers causal language model over a paged KV cache, with LoRA slots.
 
     Raises UnsupportedModelError when the model cannot be served exactly. One thread at a time may
-    call it.
+    call it. ``fuse`` False runs transformers' own forward code where a faster equivalent is known.
     """
 
     spec: ModelSpec
     targets: ModelTargets
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, fuse: bool = True) -> None:
         hf_config = read_config(config.model)
         cls = model_class(hf_config)
         length = max_model_len(hf_config, config.max_model_len)
         device = resolve_device(config.device)
-        self._model = load_model(
+        model = load_model(
             cls,
             hf_config,
             config.model,
@@ -55,16 +60,23 @@ class PagedModel:
             device=device,
             attention=ATTENTION_NAME,
         )
-        self._cache_config = config.cache
+        self.targets = find_targets(model, config.model.name)
+        inject_kernels(model)
+        self._model = model
+        self._body: _Body = (
+            LlamaBody(model) if fuse and is_llama_shaped(model) else _TransformersBody(model)
+        )
         self._context = ForwardContext()
-        self.targets = find_targets(self._model, config.model.name)
-        head = _output_head(self._model)
-        inject_kernels(self._model)
-        self._attention = attach_paged_attention(self._model, self._context)
-        self.spec = _spec(self._model, self._attention, length, device)
+        self._cache_config = config.cache
+        self._attention = attach_paged_attention(model, self._run_token, self._context)
+        self.spec = _spec(model, self._attention, length, device)
+        self._lora: LoRAWeights | None = None
+        if config.lora is not None:
+            self._lora = attach_lora(
+                model, self.targets, config.lora, self._context, model.dtype, device
+            )
         check_isolation(self.forward, self.allocate_cache, config.cache.block_size, self.spec)
         self._release_cache()
-        self._lora = self._inject_lora(config.lora, head) if config.lora is not None else None
 
     def num_blocks_that_fit(self) -> int:
         """Return how many KV blocks the cache settings allow."""
@@ -120,42 +132,40 @@ class PagedModel:
         returns                [R, vocab] float32
         """
         with self._context.step(attention, lora, logits_lora):
-            output = self._model(
-                input_ids=input_ids.unsqueeze(0),
-                position_ids=positions.unsqueeze(0),
-                use_cache=False,
-                logits_to_keep=logits_rows,
-            )
-        logits: torch.Tensor = output.logits[0].float()
-        return logits
+            return self._body(input_ids, positions, logits_rows).float()
 
     def _lora_weights(self) -> LoRAWeights:
         if self._lora is None:
             raise ValueError("this engine was configured without LoRA")
         return self._lora
 
-    def _inject_lora(self, config: LoRAConfig, head: str) -> LoRAWeights:
-        weights = LoRAWeights(self.targets, config, self.spec.dtype, self.spec.device)
-
-        def wrap(name: str, linear: KernelLinear) -> KernelLinear:
-            scope = self._context.head if name == head else self._context.layers
-            return LoRALinear(linear, name, weights, scope)
-
-        inject_linears(self._model, wrap)
-        return weights
+    @torch.inference_mode()
+    def _run_token(self) -> None:
+        token = torch.zeros(1, dtype=torch.int64, device=self._model.device)
+        self._body(token, token, token)
 
     def _release_cache(self) -> None:
         for paged, _ in self._attention:
             paged.key_cache = paged.value_cache = None
 
 
-def _output_head(model: PreTrainedModel) -> str:
-    """Return the path of the module that computes logits."""
-    head = model.get_output_embeddings()
-    for name, module in model.named_modules():
-        if module is head:
-            return str(name)
-    raise UnsupportedModelError(f"{type(model).__name__} has no output embeddings")
+class _TransformersBody:
+    """transformers' own forward code, whatever the architecture."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model: Any = model
+
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        output = self._model(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=rows,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
 
 
 def _spec(
@@ -166,7 +176,8 @@ def _spec(
 ) -> ModelSpec:
     first = attention[0][1].kv
     head = model.get_output_embeddings()
-    assert isinstance(head, KernelLinear)
+    if not isinstance(head, KernelLinear):
+        raise UnsupportedModelError(f"{type(model).__name__} has no linear output head")
     return ModelSpec(
         vocab_size=head.out_features,
         num_layers=len(attention),
