@@ -4,9 +4,11 @@ Loads each at most once at a time and frees what nothing uses. Knows the engine 
 knows nothing of names' meaning.
 """
 
+import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from adapters import LoRARequest
 from deployments.cluster_protocol import Residency
@@ -20,12 +22,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedAdapter:
-    """Bytes that the engine accepted, and where they are on this machine."""
+    """Bytes that the engine accepted, and where they are on this machine.
+
+    ``chat_template`` is the adapter's own, if it came with one.
+    """
 
     digest: str
     lora_path: str
     rank: int
     size_bytes: int
+    chat_template: str | None = None
 
 
 class LocalAdapters:
@@ -61,28 +67,34 @@ class LocalAdapters:
             if self._is_used(digest) or digest not in self._loaded:
                 return
             del self._loaded[digest]
-            if digest in self._pinned:
-                self._pinned.discard(digest)
-                self._engine.unpin_lora(digest)
+            self._pinned.discard(digest)
             await self._engine.remove_lora(digest)
 
-    def pin(self, digest: str) -> None:
+    async def pin(self, digest: str) -> None:
         """Keep loaded bytes in memory, or raise CapacityError."""
-        if digest not in self._pinned:
-            self._engine.pin_lora(digest)
-            self._pinned.add(digest)
+        async with self._digests.hold(digest):
+            if digest in self._loaded and digest not in self._pinned:
+                await self._engine.pin_lora(digest)
+                self._pinned.add(digest)
 
-    def set_pins(self, digests: Iterable[str]) -> None:
-        """Pin exactly these, as far as they are loaded."""
-        wanted = {digest for digest in digests if digest in self._loaded}
-        for digest in self._pinned - wanted:
-            self._engine.unpin_lora(digest)
-            self._pinned.discard(digest)
-        for digest in wanted - self._pinned:
-            try:
-                self.pin(digest)
-            except EngineError as error:
-                logger.warning("cannot pin adapter %s: %s", digest, error)
+    async def set_pins(self, wanted: Callable[[], set[str]]) -> None:
+        """Pin what is wanted, as far as it is loaded, and nothing else.
+
+        Each digest is looked at when its turn comes, since what is wanted may change meanwhile.
+        """
+        for digest in self._pinned ^ (wanted() & self._loaded.keys()):
+            async with self._digests.hold(digest):
+                if digest not in self._loaded:
+                    continue
+                try:
+                    if digest in wanted() and digest not in self._pinned:
+                        await self._engine.pin_lora(digest)
+                        self._pinned.add(digest)
+                    elif digest not in wanted() and digest in self._pinned:
+                        await self._engine.unpin_lora(digest)
+                        self._pinned.discard(digest)
+                except EngineError as error:
+                    logger.warning("cannot change the pin of adapter %s: %s", digest, error)
 
     def residency(self) -> tuple[Residency, ...]:
         """What the engine holds in memory."""
@@ -106,5 +118,14 @@ class LocalAdapters:
         )
         info = await self._engine.load_lora(request)
         return LoadedAdapter(
-            digest=digest, lora_path=found.lora_path, rank=info.rank, size_bytes=info.size_bytes
+            digest=digest,
+            lora_path=found.lora_path,
+            rank=info.rank,
+            size_bytes=info.size_bytes,
+            chat_template=await asyncio.to_thread(_read_chat_template, Path(found.lora_path)),
         )
+
+
+def _read_chat_template(path: Path) -> str | None:
+    template = path / "chat_template.jinja"
+    return template.read_text(encoding="utf-8") if template.is_file() else None

@@ -48,6 +48,15 @@ _RETRY_S = 0.2
 _MAX_WARMING = 4
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmittedAdapter:
+    """An adapter that the engine knows and that stays until its request ends."""
+
+    version: AdapterVersion
+    lora: LoRARequest
+    chat_template: str | None
+
+
 @dataclass(slots=True, kw_only=True)
 class _Prepare:
     command: PrepareCommand
@@ -105,7 +114,7 @@ class ReplicaLink:
     # -- requests
 
     @asynccontextmanager
-    async def admit(self, adapter: str) -> AsyncIterator[tuple[AdapterVersion, LoRARequest]]:
+    async def admit(self, adapter: str) -> AsyncIterator[AdmittedAdapter]:
         """Let a request start on what the name means now, and keep that version until it ends.
 
         ``adapter`` is a name or ``name@generation``.
@@ -120,11 +129,11 @@ class ReplicaLink:
                 raise GenerationNotFoundError(name, generation, version.generation)
             if not self.holds_lease:
                 raise ReplicaUnavailableError("this replica lost contact with the controller")
-            yield version, await self._lora_request(version)
+            yield await self._admitted(version)
 
-    async def _lora_request(self, version: AdapterVersion) -> LoRARequest:
+    async def _admitted(self, version: AdapterVersion) -> AdmittedAdapter:
         loaded = await self.adapters.ensure(version.name, version.digest, version.source_uri)
-        return LoRARequest(
+        lora = LoRARequest(
             lora_name=version.name,
             lora_path=loaded.lora_path,
             digest=version.digest,
@@ -132,6 +141,7 @@ class ReplicaLink:
             source_uri=version.source_uri,
             base_model_name=version.base_model,
         )
+        return AdmittedAdapter(version=version, lora=lora, chat_template=loaded.chat_template)
 
     async def _resolve(self, name: str) -> None:
         """Learn a name from the controller, once for all requests that wait for it."""
@@ -205,7 +215,7 @@ class ReplicaLink:
         for command in answer.preparing:
             if command.op_id not in self._prepares:
                 self._begin_prepare(command)
-        self._set_pins()
+        self._spawn(self.adapters.set_pins(self._wanted_pins))
         self._renewed(sent_at, answer.lease_s)
 
     def _renewed(self, sent_at: float, lease_s: float) -> None:
@@ -243,7 +253,7 @@ class ReplicaLink:
         try:
             loaded = await self.adapters.ensure(command.name, command.digest, command.source_uri)
             if command.pinned:
-                self.adapters.pin(command.digest)
+                await self.adapters.pin(command.digest)
         except (CapacityError, ResolverUnavailableError) as error:
             return PrepareReport(rejection=str(error), retryable=True)
         except (EngineError, ClusterError) as error:
@@ -261,10 +271,9 @@ class ReplicaLink:
                 logger.exception("cannot report to the controller, trying again")
                 await self._clock.sleep(_RETRY_S)
 
-    def _set_pins(self) -> None:
-        pinned = {version.digest: version for version in self.table.pinned()}
+    def _wanted_pins(self) -> set[str]:
         preparing = {p.command.digest for p in self._prepares.values() if p.command.pinned}
-        self.adapters.set_pins({*pinned, *preparing})
+        return {version.digest for version in self.table.pinned()} | preparing
 
     # -- residency
 
@@ -277,13 +286,13 @@ class ReplicaLink:
                 return
             async with places:
                 try:
-                    await self._lora_request(version)
+                    await self._admitted(version)
                 except Exception:
                     # One bad adapter must not keep a replica from serving all others.
                     logger.exception("cannot prepare adapter %s", name)
 
         await asyncio.gather(*map(warm, names))
-        self._set_pins()
+        await self.adapters.set_pins(self._wanted_pins)
 
     def _on_unused(self, digest: str) -> None:
         self._spawn(self.adapters.forget_unused(digest))

@@ -133,9 +133,9 @@ class Replica:
 
     async def digest_for(self, adapter: str) -> str:
         """Start a request and say which bytes it runs on."""
-        async with self.link.admit(adapter) as (_, lora):
-            assert lora.digest in self.engine.loaded
-            return lora.digest
+        async with self.link.admit(adapter) as admitted:
+            assert admitted.lora.digest in self.engine.loaded
+            return admitted.version.digest
 
     def kill(self) -> None:
         self.network.is_up.clear()

@@ -55,11 +55,11 @@ class FakeClock:
     async def until(self, holds: Callable[[], bool], *, within_s: float = 60.0) -> None:
         """Let time pass until something holds."""
 
-        async def poll() -> None:
-            while not holds():
-                await asyncio.sleep(0)
-
-        await self.finish(poll(), within_s=within_s)
+        end = self._now + within_s
+        while not holds():
+            await asyncio.sleep(0.001)
+            assert self._now < end, "did not happen in time"
+            await self.advance(_STEP_S)
 
 
 async def settle() -> None:

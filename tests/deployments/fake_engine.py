@@ -1,7 +1,7 @@
 """A small engine of the real one's shape: it echoes the prompt and says which bytes it used."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from adapters import LoRARequest
@@ -80,12 +80,17 @@ class FakeEngine:
 
     async def remove_lora(self, digest: str) -> None:
         del self.loaded[digest]
+        self.pinned.discard(digest)
 
-    def pin_lora(self, digest: str) -> None:
+    async def pin_lora(self, digest: str) -> None:
         self.pinned.add(digest)
 
-    def unpin_lora(self, digest: str) -> None:
+    async def unpin_lora(self, digest: str) -> None:
         self.pinned.remove(digest)
+
+    @property
+    def is_alive(self) -> bool:
+        return True
 
     def loras(self) -> list[FakeResidency]:
         return [FakeResidency(digest=digest) for digest in self.loaded]
@@ -99,10 +104,10 @@ class FakeEngine:
     async def generate(
         self,
         request_id: str,
-        prompt_token_ids: list[int],
+        prompt_token_ids: Sequence[int],
         params: SamplingParams,
         *,
-        lora: LoRARequest | None,
+        lora: LoRARequest | None = None,
         priority: int = 0,
     ) -> AsyncIterator[list[RequestOutput]]:
         if len(self.running) >= self.max_running:

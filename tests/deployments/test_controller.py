@@ -8,6 +8,7 @@ import pytest
 
 from adapters import InvalidAdapterNameError
 from deployments.backend import AdapterState, LoadAdapter
+from deployments.controller_settings import ControllerSettings
 from deployments.errors import (
     AdapterAlreadyLoadedError,
     AdapterNotFoundError,
@@ -20,7 +21,6 @@ from deployments.errors import (
     ReplicaUnavailableError,
     RuntimeUpdatingDisabledError,
 )
-from deployments.controller_settings import ControllerSettings
 from engine.errors import CapacityError, UnsupportedAdapterError
 from tests.deployments.cluster import BASE, Cluster, running_cluster
 from tests.deployments.fake_clock import settle
@@ -74,9 +74,9 @@ async def test_replace_is_seen_by_new_requests_and_not_by_running_ones(cluster: 
     new_path = cluster.write_adapter("v2", "new")
     old = await cluster.clock.finish(cluster.load("sql", old_path))
     replica = cluster.replicas["r1"]
-    async with replica.link.admit("sql") as (version, lora):
+    async with replica.link.admit("sql") as admitted:
         new = await cluster.clock.finish(cluster.load("sql", new_path, load_inplace=True))
-        assert (version, lora.digest) == (old, old.digest)
+        assert (admitted.version, admitted.lora.digest) == (old, old.digest)
         assert old.digest in replica.engine.loaded
         for other in cluster.replicas.values():
             assert await other.digest_for("sql") == new.digest
