@@ -15,6 +15,7 @@ SHELL := bash
 
 VENV := .venv
 BIN := $(VENV)/bin
+CACHE := $(or $(LORAFLEET_HOME),.cache)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PORT ?= 8000
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -26,7 +27,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 setup: venv kernels model
 
 venv: $(VENV)/.installed
-kernels: $(VENV)/.kernels
+kernels: $(CACHE)/.kernels
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -38,8 +39,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 # Without a compiler this reports so and the kernels run on torch alone.
-$(VENV)/.kernels: $(VENV)/.installed $(wildcard kernels/build.py kernels/csrc/*)
+$(CACHE)/.kernels: $(VENV)/.installed $(wildcard kernels/build.py kernels/csrc/*)
 	@echo "==> building the CPU kernels"
+	@mkdir -p $(CACHE)
 	@$(BIN)/python -m kernels.build
 	@touch $@
 
@@ -47,10 +49,10 @@ model: $(VENV)/.installed
 	@$(BIN)/python -m scripts.prepare_demo
 
 serve: setup
-	@mkdir -p .cache
-	@sed 's/^\( *port:\) .*/\1 $(PORT)/' serve_config.yaml > .cache/serve_config.yaml
+	@mkdir -p $(CACHE)
+	@sed 's/^\( *port:\) .*/\1 $(PORT)/' serve_config.yaml > $(CACHE)/serve_config.yaml
 	@echo "==> serving on http://127.0.0.1:$(PORT), ready when /health answers 200"
-	@exec $(BIN)/serve run .cache/serve_config.yaml
+	@exec $(BIN)/serve run $(CACHE)/serve_config.yaml
 
 test: setup
 	$(BIN)/python -m pytest
@@ -69,7 +71,7 @@ fmt: venv
 bench: setup
 	$(BIN)/python -m benchmarks.serving --url http://127.0.0.1:$(PORT) \
 	    --model smollm2-135m-instruct --model sql --model pirate --model sentiment \
-	    --concurrency 8 --prompt-tokens 75 --output-tokens 64 --json .cache/bench_serving.json
+	    --concurrency 8 --prompt-tokens 75 --output-tokens 64 --json $(CACHE)/bench_serving.json
 
 gpu-check: venv
 	$(BIN)/python -m benchmarks.gpu_check
