@@ -14,7 +14,6 @@ from deployments.openai.fanout import Fanout, PromptOutput
 from deployments.openai.logprobs import (
     TokenSpeller,
     chat_logprobs,
-    logprob_token_ids,
     prompt_logprobs,
 )
 from deployments.openai.prompt_scores import PromptScores
@@ -75,9 +74,10 @@ class ChatWriter:
     async def document(self) -> dict[str, Any]:
         choices = ChoiceSet(1, self._body.n)
         async for items in self._fanout.outputs():
-            for item in await self._take(items):
+            for item in self._take(items):
                 choices.add(item)
         self._scores.check_complete()
+        await self._speller.load_noted()
         scores = None
         if self._body.prompt_logprobs is not None:
             scores = prompt_logprobs(self._scores[0], self._speller)
@@ -94,7 +94,8 @@ class ChatWriter:
     async def events(self) -> AsyncIterator[bytes]:
         opening = b"".join(map(self._role_chunk, range(self._body.n)))
         async for items in self._fanout.outputs():
-            ready = merge_outputs(await self._take(items))
+            ready = merge_outputs(self._take(items))
+            await self._speller.load_noted()
             # The roles travel with the first text, which spares a packet.
             chunks = opening + b"".join(map(self._chunk, ready))
             opening = b""
@@ -104,15 +105,11 @@ class ChatWriter:
             yield self._head.usage_event(self._prefix, self._usage.total())
         yield DONE
 
-    async def _take(self, items: Sequence[PromptOutput]) -> list[PromptOutput]:
-        """Count outputs and look up the tokens that will be shown; return what can be shown."""
+    def _take(self, items: Sequence[PromptOutput]) -> list[PromptOutput]:
+        """Count outputs and note the tokens to be spelled; return what can be shown."""
         for item in items:
             self._usage.add(item)
-        if self._body.logprobs or self._body.prompt_logprobs is not None:
-            token_ids = self._scores.token_ids(items)
-            for item in items:
-                token_ids.update(logprob_token_ids(item.output.logprobs or ()))
-            await self._speller.load(token_ids)
+            self._speller.note(item.output)
         return self._scores.take(items)
 
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from deployments.openai.logprobs import (
     CompletionLogprobs,
     Positions,
     TokenSpeller,
-    logprob_token_ids,
     prompt_logprobs,
 )
 from deployments.openai.prompt_scores import PromptScores
@@ -102,9 +101,10 @@ class CompletionWriter:
     async def document(self) -> dict[str, Any]:
         choices = ChoiceSet(len(self._starts), self._body.n)
         async for items in self._fanout.outputs():
-            for item in await self._take(items):
+            for item in self._take(items):
                 choices.add(item)
         self._scores.check_complete()
+        await self._speller.load_noted()
         return {
             **self._head.document(OBJECT),
             "choices": [self._whole_choice(i, choice) for i, choice in enumerate(choices)],
@@ -115,7 +115,8 @@ class CompletionWriter:
 
     async def events(self) -> AsyncIterator[bytes]:
         async for items in self._fanout.outputs():
-            ready = merge_outputs(await self._take(items))
+            ready = merge_outputs(self._take(items))
+            await self._speller.load_noted()
             if chunks := b"".join(map(self._chunk, ready)):
                 yield chunks
         self._scores.check_complete()
@@ -123,16 +124,11 @@ class CompletionWriter:
             yield self._head.usage_event(self._prefix, self._usage.total())
         yield DONE
 
-    async def _take(self, items: Sequence[PromptOutput]) -> list[PromptOutput]:
-        """Count outputs and look up the tokens that will be shown; return what can be shown."""
+    def _take(self, items: Sequence[PromptOutput]) -> list[PromptOutput]:
+        """Count outputs and note the tokens to be spelled; return what can be shown."""
         for item in items:
             self._usage.add(item)
-        if self._body.logprobs is None and self._body.prompt_logprobs is None:
-            return list(items)
-        token_ids = self._scores.token_ids(items)
-        for item in items:
-            token_ids.update(logprob_token_ids(item.output.logprobs or ()))
-        await self._speller.load(token_ids)
+            self._speller.note(item.output)
         return self._scores.take(items)
 
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class Fanout:
         self._pumps: list[asyncio.Task[None]] = []
         self._first: list[PromptOutput] = []
         self._starts: dict[int, GenerationStart] = {}
+        self._failure: Exception | None = None
         self._num_unfinished = len(self._requests)
 
     @property
@@ -71,7 +72,7 @@ class Fanout:
 
     async def _start_once(self) -> None:
         self._arrivals = asyncio.Queue()
-        self._first, self._starts = [], {}
+        self._first, self._starts, self._failure = [], {}, None
         self._num_unfinished = len(self._requests)
         self._pumps = [
             asyncio.create_task(self._pump(index, request, self._arrivals))
@@ -98,11 +99,21 @@ class Fanout:
             await asyncio.gather(*pumps, return_exceptions=True)
 
     async def _next_outputs(self) -> list[PromptOutput]:
-        """Wait for one arrival and take along all that is already there."""
-        arrivals = [await self._arrivals.get()]
-        while not self._arrivals.empty():
-            arrivals.append(self._arrivals.get_nowait())
-        return [output for arrival in arrivals for output in self._accept(*arrival)]
+        """Wait for one arrival and take along all that is already there.
+
+        A failure waits its turn: what came before it is returned first.
+        """
+        if self._failure is not None:
+            raise self._failure
+        outputs = self._accept(*await self._arrivals.get())
+        try:
+            while not self._arrivals.empty():
+                outputs += self._accept(*self._arrivals.get_nowait())
+        except Exception as error:
+            if not outputs:
+                raise
+            self._failure = error
+        return outputs
 
     def _accept(self, index: int, item: GenerationItem | _Failed) -> list[PromptOutput]:
         if isinstance(item, _Failed):

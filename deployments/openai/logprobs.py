@@ -1,11 +1,11 @@
 """Log probabilities in the three shapes that clients know: completions, chat, prompt."""
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from deployments.openai.tokens import TokenTable
-from engine.outputs import PositionLogprobs, TokenLogprob
+from engine.outputs import PositionLogprobs, RequestOutput, TokenLogprob
 
 # JSON has no infinity; clients of OpenAI and vLLM know this value for "impossible".
 _MIN_LOGPROB = -9999.0
@@ -13,24 +13,30 @@ _MIN_LOGPROB = -9999.0
 Positions = Sequence[PositionLogprobs | None]
 
 
-def logprob_token_ids(positions: Iterable[PositionLogprobs | None]) -> Iterable[int]:
-    """All tokens that the positions mention."""
-    for position in positions:
-        if position is not None:
-            yield position.chosen.token_id
-            for item in position.top:
-                yield item.token_id
-
-
 class TokenSpeller:
-    """How tokens are written: as text, or as ``token_id:123`` when the client asks so."""
+    """How tokens are written: as text, or as ``token_id:123`` when the client asks so.
+
+    Tokens are noted as outputs come, then looked up together, since looking up may mean asking
+    another process.
+    """
 
     def __init__(self, table: TokenTable, *, as_ids: bool) -> None:
         self._table = table
         self._as_ids = as_ids
+        self._noted: set[int] = set()
 
-    async def load(self, token_ids: Iterable[int]) -> None:
-        await self._table.load(token_ids)
+    def note(self, output: RequestOutput) -> None:
+        """Remember every token that the output's log probabilities mention."""
+        for position in (*(output.prompt_logprobs or ()), *(output.logprobs or ())):
+            if position is not None:
+                self._noted.add(position.chosen.token_id)
+                self._noted.update(item.token_id for item in position.top)
+
+    async def load_noted(self) -> None:
+        """Look up what was noted; needed before any of it is spelled."""
+        if self._noted:
+            noted, self._noted = self._noted, set()
+            await self._table.load(noted)
 
     def spell(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else self._table.text_of(token_id)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from deployments.errors import ClusterError
 from deployments.openai.fanout import PromptOutput
-from deployments.openai.logprobs import Positions, logprob_token_ids
+from deployments.openai.logprobs import Positions
 
 
 class PromptScores:
@@ -33,14 +33,6 @@ class PromptScores:
         waiting = [*self._held, *items]
         self._held = [item for item in waiting if item.prompt_index not in self._positions]
         return [item for item in waiting if item.prompt_index in self._positions]
-
-    def token_ids(self, items: Sequence[PromptOutput]) -> set[int]:
-        """Tokens mentioned by the scores that came with these outputs."""
-        return {
-            token_id
-            for item in items
-            for token_id in logprob_token_ids(item.output.prompt_logprobs or ())
-        }
 
     def check_complete(self) -> None:
         """After the last output: nothing may be left waiting."""
