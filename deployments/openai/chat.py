@@ -9,14 +9,14 @@ from fastapi import APIRouter, Request, Response
 from deployments.generation import PromptInput
 from deployments.openai.api import Api, ResponseHead
 from deployments.openai.body import read_body
-from deployments.openai.choices import Choice, ChoiceSet, merge_outputs
+from deployments.openai.choices import Choice, ChoiceSet, merge_by_choice
 from deployments.openai.fanout import Fanout, PromptOutput
 from deployments.openai.logprobs import (
+    Positions,
     TokenSpeller,
     chat_logprobs,
     prompt_logprobs,
 )
-from deployments.openai.prompt_scores import PromptScores
 from deployments.openai.prompts import chat_prompt
 from deployments.openai.respond import respond
 from deployments.openai.sampling import chat_params
@@ -63,7 +63,7 @@ class ChatWriter:
         self._fanout = fanout
         (self._start,) = fanout.starts
         self._usage = Usage(fanout.starts)
-        self._scores = PromptScores(wanted=body.prompt_logprobs is not None)
+        self._prompt_scores: Positions = ()
         self._speller = TokenSpeller(api.tokens, as_ids=body.return_tokens_as_token_ids)
         self._prefix = head.event_prefix(CHUNK_OBJECT)
         last_message = (prompt.messages or ())[-1]
@@ -74,13 +74,13 @@ class ChatWriter:
     async def document(self) -> dict[str, Any]:
         choices = ChoiceSet(1, self._body.n)
         async for items in self._fanout.outputs():
-            for item in self._take(items):
+            self._note(items)
+            for item in items:
                 choices.add(item)
-        self._scores.check_complete()
         await self._speller.load_noted()
         scores = None
         if self._body.prompt_logprobs is not None:
-            scores = prompt_logprobs(self._scores[0], self._speller)
+            scores = prompt_logprobs(self._prompt_scores, self._speller)
         return {
             **self._head.document(OBJECT),
             "choices": [self._whole_choice(i, choice) for i, choice in enumerate(choices)],
@@ -94,10 +94,10 @@ class ChatWriter:
     async def events(self) -> AsyncIterator[bytes]:
         opening = b"".join(map(self._role_chunk, range(self._body.n)))
         async for items in self._fanout.outputs():
-            ready = merge_outputs(self._take(items))
+            self._note(items)
             await self._speller.load_noted()
             # The roles travel with the first text, which spares a packet.
-            chunks = opening + b"".join(map(self._chunk, ready))
+            chunks = opening + b"".join(map(self._chunk, merge_by_choice(items)))
             opening = b""
             if chunks:
                 yield chunks
@@ -105,12 +105,12 @@ class ChatWriter:
             yield self._head.usage_event(self._prefix, self._usage.total())
         yield DONE
 
-    def _take(self, items: Sequence[PromptOutput]) -> list[PromptOutput]:
-        """Count outputs and note the tokens to be spelled; return what can be shown."""
+    def _note(self, items: Sequence[PromptOutput]) -> None:
+        """Count outputs, keep the prompt's scores, and note the tokens that are to be spelled."""
         for item in items:
             self._usage.add(item)
             self._speller.note(item.output)
-        return self._scores.take(items)
+            self._prompt_scores = item.output.prompt_logprobs or self._prompt_scores
 
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
         return {

@@ -1,8 +1,9 @@
 """Gathers the outputs of one choice: all of them for a whole response, a few for one chunk."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from deployments.coalesce import merge_outputs
 from deployments.openai.fanout import PromptOutput
 from engine.outputs import FinishReason, PositionLogprobs, RequestOutput
 
@@ -45,26 +46,15 @@ class ChoiceSet:
         self._choices[item.prompt_index * self._n + item.output.index].add(item.output)
 
 
-def merge_outputs(items: Sequence[PromptOutput]) -> list[PromptOutput]:
+def merge_by_choice(items: Sequence[PromptOutput]) -> list[PromptOutput]:
     """Join the outputs of each sequence, so that a chunk is written once for each choice."""
-    merged: dict[tuple[int, int], PromptOutput] = {}
+    if len(items) == 1:
+        return list(items)
+    by_prompt: dict[int, list[RequestOutput]] = {}
     for item in items:
-        key = (item.prompt_index, item.output.index)
-        earlier = merged.get(key)
-        if earlier is not None:
-            item = PromptOutput(item.prompt_index, _join(earlier.output, item.output))
-        merged[key] = item
-    return list(merged.values())
-
-
-def _join(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
-    logprobs = (earlier.logprobs or ()) + (later.logprobs or ())
-    return replace(
-        later,
-        text=earlier.text + later.text,
-        token_ids=earlier.token_ids + later.token_ids,
-        logprobs=logprobs or None,
-        prompt_logprobs=earlier.prompt_logprobs or later.prompt_logprobs,
-        num_cached_tokens=max(earlier.num_cached_tokens, later.num_cached_tokens),
-        request_finished=earlier.request_finished or later.request_finished,
-    )
+        by_prompt.setdefault(item.prompt_index, []).append(item.output)
+    return [
+        PromptOutput(prompt_index, output)
+        for prompt_index, outputs in by_prompt.items()
+        for output in merge_outputs(outputs)
+    ]

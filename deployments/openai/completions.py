@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from deployments.generation import GenerateRequest, GenerationStart
 from deployments.openai.api import Api, ResponseHead
 from deployments.openai.body import read_body
-from deployments.openai.choices import Choice, ChoiceSet, merge_outputs
+from deployments.openai.choices import Choice, ChoiceSet, merge_by_choice
 from deployments.openai.fanout import Fanout, PromptOutput
 from deployments.openai.logprobs import (
     CompletionLogprobs,
@@ -17,7 +17,6 @@ from deployments.openai.logprobs import (
     TokenSpeller,
     prompt_logprobs,
 )
-from deployments.openai.prompt_scores import PromptScores
 from deployments.openai.prompts import completion_prompts
 from deployments.openai.respond import respond
 from deployments.openai.sampling import completion_params, completion_prompt_logprobs
@@ -90,7 +89,7 @@ class CompletionWriter:
         self._echoes = echoes
         self._starts = fanout.starts
         self._usage = Usage(self._starts, count_output=not body.scores_only)
-        self._scores = PromptScores(wanted=completion_prompt_logprobs(body) is not None)
+        self._prompt_scores: dict[int, Positions] = {}
         self._speller = TokenSpeller(api.tokens, as_ids=body.return_tokens_as_token_ids)
         num_choices = len(self._starts) * body.n
         self._logprobs = [CompletionLogprobs(self._speller) for _ in range(num_choices)]
@@ -101,9 +100,9 @@ class CompletionWriter:
     async def document(self) -> dict[str, Any]:
         choices = ChoiceSet(len(self._starts), self._body.n)
         async for items in self._fanout.outputs():
-            for item in self._take(items):
+            self._note(items)
+            for item in items:
                 choices.add(item)
-        self._scores.check_complete()
         await self._speller.load_noted()
         return {
             **self._head.document(OBJECT),
@@ -115,21 +114,21 @@ class CompletionWriter:
 
     async def events(self) -> AsyncIterator[bytes]:
         async for items in self._fanout.outputs():
-            ready = merge_outputs(self._take(items))
+            self._note(items)
             await self._speller.load_noted()
-            if chunks := b"".join(map(self._chunk, ready)):
+            if chunks := b"".join(map(self._chunk, merge_by_choice(items))):
                 yield chunks
-        self._scores.check_complete()
         if self._body.include_usage:
             yield self._head.usage_event(self._prefix, self._usage.total())
         yield DONE
 
-    def _take(self, items: Sequence[PromptOutput]) -> list[PromptOutput]:
-        """Count outputs and note the tokens to be spelled; return what can be shown."""
+    def _note(self, items: Sequence[PromptOutput]) -> None:
+        """Count outputs, keep prompts' scores, and note the tokens that are to be spelled."""
         for item in items:
             self._usage.add(item)
             self._speller.note(item.output)
-        return self._scores.take(items)
+            if item.output.prompt_logprobs is not None:
+                self._prompt_scores[item.prompt_index] = item.output.prompt_logprobs
 
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
         shape = self._piece(
@@ -137,7 +136,7 @@ class CompletionWriter:
         )
         scores = None
         if completion_prompt_logprobs(self._body) is not None:
-            scores = prompt_logprobs(self._scores[choice.prompt_index], self._speller)
+            scores = prompt_logprobs(self._prompt_scores[choice.prompt_index], self._speller)
         return {
             **shape,
             "finish_reason": choice.finish_reason,
@@ -185,7 +184,7 @@ class CompletionWriter:
             text = self._echoes[prompt_index] + text
             if wants_logprobs:
                 shown_ids = (*self._starts[prompt_index].prompt_token_ids, *token_ids)
-                positions = (*self._scores[prompt_index], *positions)
+                positions = (*self._prompt_scores[prompt_index], *positions)
         has_logprobs = wants_logprobs and shown_ids
         return {
             "index": index,
