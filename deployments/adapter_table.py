@@ -5,7 +5,7 @@ bookkeeping on the replica's event loop; knows nothing of the engine or the cont
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from adapters import AdapterVersion
@@ -32,6 +32,11 @@ class AdapterTable:
     def pinned(self) -> list[AdapterVersion]:
         """Versions that should stay in memory."""
         return [version for version in self._versions.values() if version.pinned]
+
+    def names_of(self, digests: Iterable[str]) -> list[str]:
+        """Names that mean one of these bytes."""
+        wanted = set(digests)
+        return [name for name, version in self._versions.items() if version.digest in wanted]
 
     def is_used(self, digest: str) -> bool:
         """Whether anything still needs these bytes."""

@@ -206,6 +206,17 @@ class SqliteStateStore:
                 (member.replica_id, member.incarnation),
             )
 
+    def read_setting(self, key: str) -> str | None:
+        """Return what was last written under this key."""
+        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (f"setting {key}",))
+        found = row.fetchone()
+        return None if found is None else str(found["value"])
+
+    def write_setting(self, key: str, value: str) -> None:
+        """Remember a value for the next controller."""
+        with self._transaction():
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"setting {key}", value))
+
     def close(self) -> None:
         """Release the journal for another controller."""
         self._db.close()

@@ -1,0 +1,66 @@
+"""The one place that binds the application: ``build_app`` is what Serve imports."""
+
+import time
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from deployments.config import DeploymentConfig, HttpOptions, RoutingSettings, load_config
+from deployments.controller_actor import Deployed
+from deployments.http_app import create_http_app
+from deployments.llm_replica import LLMReplica, MakeEngine, make_async_engine
+from deployments.ray_backend import RayBackend
+
+REPLICAS = "LLMServer"
+INGRESS = "Ingress"
+
+_HEALTH_CHECK_PERIOD_S = 5
+_GRACEFUL_SHUTDOWN_S = 60
+
+
+def build_app(args: dict[str, Any]) -> Application:
+    """Build the application from its YAML arguments and the environment."""
+    return bind_app(load_config(args))
+
+
+def bind_app(config: DeploymentConfig, make_engine: MakeEngine = make_async_engine) -> Application:
+    """Bind the ingress to the replicas."""
+    replicas = serve.deployment(LLMReplica).options(
+        name=REPLICAS,
+        num_replicas=config.num_replicas,
+        ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
+        max_ongoing_requests=config.max_ongoing_requests,
+        health_check_period_s=_HEALTH_CHECK_PERIOD_S,
+        graceful_shutdown_timeout_s=_GRACEFUL_SHUTDOWN_S,
+        request_router_config=RequestRouterConfig(
+            request_router_class="deployments.routing:AdapterRouter",
+            request_router_kwargs={"spill_over": config.routing.spill_over},
+            request_routing_stats_period_s=config.routing.stats_period_s,
+        ),
+    )
+    deployed = Deployed(config=config, deployed_at=time.time())
+    ingress = serve.deployment(serve.ingress(partial(build_http, deployed))()).options(
+        name=INGRESS,
+        num_replicas=config.http.num_replicas,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=config.http.max_ongoing_requests,
+    )
+    return ingress.bind(replicas.bind(replica_config(config), make_engine))
+
+
+def replica_config(config: DeploymentConfig) -> DeploymentConfig:
+    """The part that replicas depend on: a change elsewhere must not restart them."""
+    return config.model_copy(
+        update={"num_replicas": 1, "http": HttpOptions(), "routing": RoutingSettings()}
+    )
+
+
+def build_http(deployed: Deployed) -> FastAPI:
+    """Build the HTTP application inside an ingress replica."""
+    app_name = serve.get_replica_context().app_name
+    replicas = serve.get_deployment_handle(REPLICAS, app_name=app_name)
+    return create_http_app(RayBackend(replicas, deployed), deployed.config.http.build())

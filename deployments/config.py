@@ -1,0 +1,274 @@
+"""The settings of a deployment: YAML arguments, checked, with overrides from the environment.
+
+Relative paths are taken from the working directory, else from the checkout, so that the same file
+works with ``serve run`` and on a cluster.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+
+from deployments.controller_settings import ControllerSettings
+from deployments.openai.settings import (
+    DEFAULT_MAX_BODY_BYTES,
+    DEFAULT_MAX_CHOICES,
+    HttpSettings,
+)
+from engine.config import CacheConfig, Device, DType, EngineConfig, LoRAConfig, SchedulerConfig
+
+_CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineSettings(_Settings):
+    """One replica's engine; see ``engine.config`` for what each means."""
+
+    dtype: DType = "auto"
+    device: Device = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    num_threads: int | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_bytes: int = 1 << 30
+    enable_prefix_caching: bool = True
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_waiting: int = 2048
+    max_adapter_wait_s: float = 0.5
+    max_loras: int = 8
+    max_cpu_loras: int = 64
+    max_lora_rank: int = 64
+    allow_pickle: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> "EngineSettings":
+        self.build(Path(), num_threads=None)
+        return self
+
+    def build(self, model: Path, *, num_threads: int | None) -> EngineConfig:
+        """The engine's own record; ``num_threads`` is used unless set here."""
+        return EngineConfig(
+            model=model,
+            dtype=self.dtype,
+            device=self.device,
+            seed=self.seed,
+            max_model_len=self.max_model_len,
+            num_threads=self.num_threads or num_threads,
+            cache=CacheConfig(
+                block_size=self.block_size,
+                num_blocks=self.num_blocks,
+                memory_bytes=self.kv_cache_bytes,
+                enable_prefix_caching=self.enable_prefix_caching,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                max_waiting=self.max_waiting,
+                max_adapter_wait_s=self.max_adapter_wait_s,
+            ),
+            lora=LoRAConfig(
+                max_loras=self.max_loras,
+                max_cpu_loras=self.max_cpu_loras,
+                max_lora_rank=self.max_lora_rank,
+                allow_pickle=self.allow_pickle,
+            ),
+        )
+
+
+class AdapterSettings(_Settings):
+    """Where adapters come from and who may change them.
+
+    ``directories`` are searched by name, in order. ``allowed_roots`` are the directories and URI
+    prefixes that explicit loads may name; by default, ``directories``. ``resolvers`` configures
+    further sources by the name under which they are installed.
+    """
+
+    directories: tuple[str, ...] = ()
+    allowed_roots: tuple[str, ...] | None = None
+    resolvers: tuple[dict[str, Any], ...] = ()
+    allow_runtime_updating: bool = False
+
+    @field_validator("directories", "allowed_roots")
+    @classmethod
+    def _absolute(cls, values: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if values is None:
+            return None
+        return tuple(value if "://" in value else str(absolute(value)) for value in values)
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """What explicit loads may name."""
+        return self.directories if self.allowed_roots is None else self.allowed_roots
+
+
+class ClusterSettings(_Settings):
+    """How replicas agree. ``state_dir`` holds the journal and must outlive the head node's pods."""
+
+    state_dir: str | None = None
+    lease_s: float = 10.0
+    poll_s: float = 2.0
+    prepare_timeout_s: float = 120.0
+    operation_timeout_s: float = 180.0
+    not_found_ttl_s: float = 3.0
+    max_warm: int = 32
+
+    def journal_path(self, model_id: str) -> Path:
+        """The journal's file: one for each base model."""
+        state_dir = home() / "state" if self.state_dir is None else absolute(self.state_dir)
+        return state_dir / (model_id.replace("/", "--") + ".sqlite3")
+
+
+class HttpOptions(_Settings):
+    """The HTTP surface; see ``HttpSettings``."""
+
+    api_key: SecretStr | None = None
+    admin_api_key: SecretStr | None = None
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    max_choices: int = DEFAULT_MAX_CHOICES
+    trust_request_chat_template: bool = False
+    num_replicas: int = Field(default=1, ge=1)
+    max_ongoing_requests: int = Field(default=1024, ge=1)
+
+    def build(self) -> HttpSettings:
+        """The HTTP surface's own record."""
+        return HttpSettings(
+            api_key=_secret(self.api_key),
+            admin_api_key=_secret(self.admin_api_key),
+            max_body_bytes=self.max_body_bytes,
+            max_choices=self.max_choices,
+            trust_request_chat_template=self.trust_request_chat_template,
+        )
+
+
+class RoutingSettings(_Settings):
+    """How far a request follows its adapter.
+
+    A replica that holds the adapter is preferred unless it has ``spill_over`` requests more than
+    the least loaded one.
+    """
+
+    spill_over: int = Field(default=4, ge=0)
+    stats_period_s: float = Field(default=1.0, gt=0)
+
+
+class DeploymentConfig(_Settings):
+    """Everything that can be said about one deployment.
+
+    ``model`` is a prepared model's name, a directory, or an id on the model hub; ``model_id`` is
+    what clients call it. ``num_cpus`` and ``num_gpus`` are what Ray reserves for a replica.
+    """
+
+    model: str = "smollm2-135m-instruct"
+    model_id: str = ""
+    num_replicas: int = Field(default=1, ge=1)
+    num_cpus: float = Field(default=0, ge=0)
+    num_gpus: float = Field(default=0, ge=0)
+    max_ongoing_requests: int = Field(default=1024, ge=1)
+    coalesce_ms: float = Field(default=20, ge=0)
+    engine: EngineSettings = EngineSettings()
+    adapters: AdapterSettings = AdapterSettings()
+    cluster: ClusterSettings = ClusterSettings()
+    http: HttpOptions = HttpOptions()
+    routing: RoutingSettings = RoutingSettings()
+
+    @model_validator(mode="after")
+    def _check(self) -> "DeploymentConfig":
+        self.controller_settings(deployed_at=0.0)
+        self.http.build()
+        return self
+
+    @property
+    def public_model_id(self) -> str:
+        """The base model's name as clients say it."""
+        if self.model_id:
+            return self.model_id
+        return Path(self.model).name if is_directory(self.model) else self.model
+
+    def controller_settings(self, *, deployed_at: float) -> ControllerSettings:
+        """The controller's own record."""
+        return ControllerSettings(
+            base_model=self.public_model_id,
+            allow_runtime_updating=self.adapters.allow_runtime_updating,
+            lease_s=self.cluster.lease_s,
+            poll_s=self.cluster.poll_s,
+            prepare_timeout_s=self.cluster.prepare_timeout_s,
+            operation_timeout_s=self.cluster.operation_timeout_s,
+            negative_ttl_s=self.cluster.not_found_ttl_s,
+            max_warm=self.cluster.max_warm,
+            deployed_at=deployed_at,
+        )
+
+
+def load_config(
+    args: Mapping[str, Any], environ: Mapping[str, str] = os.environ
+) -> DeploymentConfig:
+    """Check the arguments of an application, after the environment's overrides."""
+    merged: dict[str, Any] = {key: value for key, value in args.items() if value is not None}
+    adapters = merged["adapters"] = dict(merged.get("adapters") or {})
+    http = merged["http"] = dict(merged.get("http") or {})
+    if num_replicas := environ.get("LORAFLEET_NUM_REPLICAS"):
+        merged["num_replicas"] = num_replicas
+    allow = _first(
+        environ, "LORAFLEET_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+    )
+    if allow:
+        adapters["allow_runtime_updating"] = allow
+    if directory := _adapter_directory(environ):
+        adapters["directories"] = (directory,)
+    for name in ("api_key", "admin_api_key"):
+        if key := environ.get(f"LORAFLEET_{name.upper()}"):
+            http[name] = key
+    return DeploymentConfig.model_validate(merged)
+
+
+def home() -> Path:
+    """Where models, state and caches are kept."""
+    return Path(os.environ.get("LORAFLEET_HOME") or _CHECKOUT / ".cache").resolve()
+
+
+def absolute(path: str) -> Path:
+    """A path from the working directory, else from the checkout."""
+    candidates = (Path(path).expanduser().absolute(), _CHECKOUT / path)
+    return next((found for found in candidates if found.exists()), candidates[0]).resolve()
+
+
+def is_directory(model: str) -> bool:
+    """Whether a model is given as a directory rather than by a name."""
+    return model.startswith((".", "/", "~")) or absolute(model).is_dir()
+
+
+def find_model(model: str) -> Path:
+    """Bring a model's files to this machine and return their directory."""
+    prepared = home() / "models" / model
+    if prepared.is_dir():
+        return prepared
+    if is_directory(model):
+        return absolute(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+
+
+def _first(environ: Mapping[str, str], *names: str) -> str | None:
+    return next((environ[name] for name in names if environ.get(name)), None)
+
+
+def _adapter_directory(environ: Mapping[str, str]) -> str | None:
+    if directory := environ.get("LORAFLEET_ADAPTER_DIR"):
+        return directory
+    # vLLM reads this directory only if its plug-in is not left out of the list of plug-ins.
+    plugins = environ.get("VLLM_PLUGINS")
+    if plugins is not None and "lora_filesystem_resolver" not in plugins.split(","):
+        return None
+    return environ.get("VLLM_LORA_RESOLVER_CACHE_DIR") or None
+
+
+def _secret(value: SecretStr | None) -> str | None:
+    return None if value is None else value.get_secret_value()

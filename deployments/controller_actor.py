@@ -1,0 +1,273 @@
+"""The controller as a Ray actor, and how everybody reaches it.
+
+The actor is named and detached: it outlives the application, and Ray restarts it when it dies. It
+runs on the head node, where its journal is.
+"""
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError
+
+from adapters import AdapterVersion
+from deployments.backend import AdapterStatus, LoadAdapter, ReplicaStatus, UnloadAdapter
+from deployments.clock import SystemClock
+from deployments.cluster_protocol import (
+    MemberId,
+    PrepareReport,
+    Register,
+    RegisterAnswer,
+    Resolved,
+    Watch,
+    WatchAnswer,
+)
+from deployments.config import DeploymentConfig
+from deployments.controller import AdapterController
+from deployments.controller_settings import ControllerSettings
+from deployments.errors import ReplicaUnavailableError
+from deployments.source_setup import build_sources
+from deployments.state_store import SqliteStateStore
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "lorafleet"
+_SERVE_NAMESPACE = "serve"
+# Each replica and each waiting operation occupies a place, at no other cost.
+_MAX_CONCURRENCY = 10_000
+# Ray gives this resource to the head node only.
+_HEAD_NODE = {"node:__internal_head__": 0.001}
+_PROBE_TIMEOUT_S = 1.0
+_DEPLOYED = "deployed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployed:
+    """A configuration and when it was deployed: for the controller, the latest one counts.
+
+    Replicas leave the time out: they do not bring settings, the ingress does.
+    """
+
+    config: DeploymentConfig
+    deployed_at: float = 0.0
+
+    def controller_settings(self) -> ControllerSettings:
+        """The controller's own record."""
+        return self.config.controller_settings(deployed_at=self.deployed_at)
+
+    def to_json(self) -> str:
+        """For the journal, without what concerns the ingress alone (keys among it)."""
+        config = self.config.model_dump(mode="json", exclude={"http"})
+        return json.dumps({"config": config, "deployed_at": self.deployed_at})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Deployed":
+        """The inverse of ``to_json``."""
+        values = json.loads(text)
+        config = DeploymentConfig.model_validate(values["config"])
+        return cls(config=config, deployed_at=values["deployed_at"])
+
+
+class ControllerActor:
+    """Hosts one ``AdapterController``; opens its journal when first called.
+
+    (An error while an actor is made would end it for good; here it fails the call, and the next
+    call tries again.)
+    """
+
+    def __init__(self, deployed: Deployed) -> None:
+        self._deployed = deployed
+        self._store: SqliteStateStore | None = None
+        self._opened: AdapterController | None = None
+
+    async def configure(self, deployed: Deployed) -> None:
+        """Take over the settings of a newer deployment."""
+        controller = self._controller
+        if deployed.deployed_at <= self._deployed.deployed_at:
+            return
+        self._deployed = deployed
+        assert self._store is not None
+        self._store.write_setting(_DEPLOYED, deployed.to_json())
+        controller.configure(deployed.controller_settings(), build_sources(deployed.config))
+
+    async def process_id(self) -> int:
+        """The actor's process, for operators."""
+        return os.getpid()
+
+    async def register(self, request: Register) -> RegisterAnswer:
+        return await self._controller.register(request)
+
+    async def watch(self, request: Watch) -> WatchAnswer:
+        return await self._controller.watch(request)
+
+    async def report(self, member: MemberId, op_id: str, report: PrepareReport) -> None:
+        await self._controller.report(member, op_id, report)
+
+    async def resolve(self, name: str, member: MemberId) -> Resolved:
+        return await self._controller.resolve(name, member)
+
+    async def leave(self, member: MemberId) -> None:
+        await self._controller.leave(member)
+
+    async def load(self, load: LoadAdapter, op_id: str) -> AdapterVersion:
+        return await self._controller.load(load, op_id)
+
+    async def unload(self, unload: UnloadAdapter, op_id: str) -> AdapterVersion:
+        return await self._controller.unload(unload, op_id)
+
+    async def list_adapters(self) -> list[AdapterStatus]:
+        return await self._controller.list_adapters()
+
+    async def get_adapter(self, name: str) -> AdapterStatus:
+        return await self._controller.get_adapter(name)
+
+    async def list_replicas(self) -> list[ReplicaStatus]:
+        return await self._controller.list_replicas()
+
+    @property
+    def _controller(self) -> AdapterController:
+        if self._opened is None:
+            self._opened = self._open()
+        return self._opened
+
+    def _open(self) -> AdapterController:
+        config = self._deployed.config
+        if self._store is None:
+            self._store = SqliteStateStore(config.cluster.journal_path(config.public_model_id))
+        # Ray restarts an actor with the arguments that it was first made with.
+        stored = self._store.read_setting(_DEPLOYED)
+        if stored is not None:
+            latest = Deployed.from_json(stored)
+            if latest.deployed_at > self._deployed.deployed_at:
+                self._deployed = latest
+        return AdapterController(
+            self._deployed.controller_settings(),
+            self._store,
+            build_sources(self._deployed.config),
+            liveness=RayLiveness(),
+            clock=SystemClock(),
+        )
+
+
+class RayLiveness:
+    """Asks Ray which replicas' processes are gone."""
+
+    async def find_dead(self, actor_names: Sequence[str]) -> set[str]:
+        """Return the actors that certainly are; one that does not answer may still live."""
+        verdicts = await asyncio.gather(*map(self._is_dead, actor_names))
+        return {name for name, is_dead in zip(actor_names, verdicts, strict=True) if is_dead}
+
+    async def _is_dead(self, actor_name: str) -> bool:
+        try:
+            actor = await asyncio.to_thread(ray.get_actor, actor_name, _SERVE_NAMESPACE)
+        except ValueError:
+            return True  # Ray forgets a name only with its actor.
+        try:
+            await asyncio.wait_for(actor.__ray_ready__.remote(), _PROBE_TIMEOUT_S)
+        except ActorDiedError:
+            return True
+        except (RayActorError, TimeoutError):
+            return False
+        return False
+
+
+class ControllerClient:
+    """A connection to the controller that outlives it. Errors come as the controller raised them.
+
+    Ray repeats calls that a restart interrupted; the controller recognises repeated operations.
+    """
+
+    def __init__(self, deployed: Deployed) -> None:
+        self._deployed = deployed
+        self._actor: ActorHandle | None = None
+
+    async def register(self, request: Register) -> RegisterAnswer:
+        answer: RegisterAnswer = await self._call("register", request)
+        return answer
+
+    async def watch(self, request: Watch) -> WatchAnswer:
+        cluster = self._deployed.config.cluster
+        # An answer after this time could not extend the lease any more.
+        answer: WatchAnswer = await asyncio.wait_for(
+            self._call("watch", request), cluster.poll_s + cluster.lease_s
+        )
+        return answer
+
+    async def report(self, member: MemberId, op_id: str, report: PrepareReport) -> None:
+        await self._call("report", member, op_id, report)
+
+    async def resolve(self, name: str, member: MemberId) -> Resolved:
+        answer: Resolved = await self._call("resolve", name, member)
+        return answer
+
+    async def leave(self, member: MemberId) -> None:
+        await self._call("leave", member)
+
+    async def load(self, load: LoadAdapter, op_id: str) -> AdapterVersion:
+        version: AdapterVersion = await self._call("load", load, op_id)
+        return version
+
+    async def unload(self, unload: UnloadAdapter, op_id: str) -> AdapterVersion:
+        version: AdapterVersion = await self._call("unload", unload, op_id)
+        return version
+
+    async def list_adapters(self) -> list[AdapterStatus]:
+        adapters: list[AdapterStatus] = await self._call("list_adapters")
+        return adapters
+
+    async def get_adapter(self, name: str) -> AdapterStatus:
+        status: AdapterStatus = await self._call("get_adapter", name)
+        return status
+
+    async def list_replicas(self) -> list[ReplicaStatus]:
+        replicas: list[ReplicaStatus] = await self._call("list_replicas")
+        return replicas
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        actor = await self._connect()
+        try:
+            return await getattr(actor, method).remote(*args)
+        except RayTaskError as error:
+            raise (error.cause or error) from error
+        except ActorUnavailableError as error:
+            raise ReplicaUnavailableError("the controller cannot be reached, try again") from error
+        except RayActorError as error:
+            self._actor = None  # It is gone for good: the next call makes another.
+            raise ReplicaUnavailableError("the controller has ended, try again") from error
+
+    async def _connect(self) -> ActorHandle:
+        if self._actor is None:
+            actor = await asyncio.to_thread(find_or_create_controller, self._deployed)
+            await actor.configure.remote(self._deployed)
+            self._actor = actor
+        return self._actor
+
+
+def controller_name(model_id: str) -> str:
+    """The actor's name: one controller for each base model."""
+    return f"controller:{model_id}"
+
+
+def find_or_create_controller(deployed: Deployed) -> ActorHandle:
+    """Return the running controller, or start it."""
+    return (
+        ray.remote(ControllerActor)
+        .options(
+            name=controller_name(deployed.config.public_model_id),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_task_retries=-1,
+            max_concurrency=_MAX_CONCURRENCY,
+            num_cpus=0,
+            resources=_HEAD_NODE,
+        )
+        .remote(deployed)
+    )

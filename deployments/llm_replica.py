@@ -1,0 +1,124 @@
+"""The Serve deployment around ``LLMServer``: one process with an engine that joins the cluster."""
+
+import asyncio
+import os
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, cast
+
+import ray
+from ray import serve
+
+from deployments.backend import BaseModelInfo
+from deployments.clock import SystemClock
+from deployments.cluster_protocol import MemberId, Register
+from deployments.config import DeploymentConfig, find_model
+from deployments.controller_actor import ControllerClient, Deployed
+from deployments.engine_port import GeneratingEngine
+from deployments.generation import (
+    GenerateRequest,
+    GenerationItem,
+    TokenizeRequest,
+    TokenizeResult,
+)
+from deployments.llm_server import LLMServer
+from deployments.replica_link import ReplicaLink
+from deployments.source_setup import build_sources
+
+MakeEngine = Callable[[DeploymentConfig, int], Awaitable[GeneratingEngine]]
+
+
+async def make_async_engine(config: DeploymentConfig, num_threads: int) -> GeneratingEngine:
+    """Load the base model into an engine."""
+    # Here, because whoever only binds or routes deployments needs no torch.
+    from engine.async_engine import AsyncEngine
+
+    model = await asyncio.to_thread(find_model, config.model)
+    engine = AsyncEngine(config.engine.build(model, num_threads=num_threads))
+    await engine.start()
+    return engine
+
+
+class LLMReplica:
+    """One replica. It takes requests once it has adopted what the cluster serves."""
+
+    # Serve awaits the constructor, so that the replica is not ready before it has joined.
+    async def __init__(  # type: ignore[misc]
+        self, config: DeploymentConfig, make_engine: MakeEngine = make_async_engine
+    ) -> None:
+        context = serve.get_replica_context()
+        replica_id = context.replica_id.unique_id
+        self._engine = await make_engine(config, num_threads(config, context.world_size or 1))
+        base_model = describe_base_model(config, self._engine)
+        self._server = LLMServer(
+            replica_id, self._engine, base_model, coalesce_s=config.coalesce_ms / 1000
+        )
+        runtime = ray.get_runtime_context()
+        self._link = ReplicaLink(
+            Register(
+                member=MemberId(replica_id, uuid.uuid4().hex),
+                node=runtime.get_node_id(),
+                actor_name=runtime.get_actor_name(),
+            ),
+            ControllerClient(Deployed(config=config)),
+            self._engine,
+            build_sources(config),
+            clock=SystemClock(),
+            abort_running=self._server.abort_version,
+        )
+        self._server.attach(self._link)
+        await self._link.join()
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationItem]:
+        """Stream one request."""
+        async with aclosing(cast("Any", self._server.generate(request))) as items:
+            async for item in items:
+                yield item
+
+    async def tokenize(self, request: TokenizeRequest) -> TokenizeResult:
+        """Turn a prompt into token ids."""
+        return await self._server.tokenize(request)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Turn token ids into text."""
+        return await self._server.detokenize(token_ids)
+
+    async def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Return each token's own bytes."""
+        return await self._server.token_bytes(token_ids)
+
+    async def base_model(self) -> BaseModelInfo:
+        """Describe the base model."""
+        return self._server.base_model
+
+    def check_health(self) -> None:
+        """Called by Serve, which replaces the replica if this raises."""
+        self._server.check_health()
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Called by Serve for ``AdapterRouter``."""
+        return {"adapters": self._server.resident_names(), "load": sum(self._server.load())}
+
+    async def __del__(self) -> None:
+        """Called by Serve once the replica's last request has ended."""
+        await self._link.leave()
+        await self._engine.stop()
+
+
+def num_threads(config: DeploymentConfig, num_replicas: int) -> int:
+    """A replica's share of the machine, if all replicas are on one."""
+    if config.num_cpus >= 1:
+        return int(config.num_cpus)
+    return max(1, len(os.sched_getaffinity(0)) // num_replicas)
+
+
+def describe_base_model(config: DeploymentConfig, engine: GeneratingEngine) -> BaseModelInfo:
+    """What clients may know of the base model."""
+    return BaseModelInfo(
+        id=config.public_model_id,
+        root=config.model,
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.vocab_size,
+        created=0,
+    )

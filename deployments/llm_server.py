@@ -1,0 +1,164 @@
+"""One replica: an engine, a tokenizer, and the names that it may serve.
+
+Turns requests into token streams on the right adapter version. Knows nothing of Ray, HTTP, or how
+names are agreed upon.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import cast
+
+from adapters import AdapterVersion
+from deployments.backend import BaseModelInfo
+from deployments.coalesce import coalesce
+from deployments.engine_port import GeneratingEngine
+from deployments.errors import (
+    AdapterRejectedError,
+    AdapterSourceError,
+    ReplicaUnavailableError,
+)
+from deployments.generation import (
+    GenerateRequest,
+    GenerationItem,
+    GenerationStart,
+    TokenizeRequest,
+    TokenizeResult,
+)
+from deployments.prompt_encoder import PromptEncoder
+from deployments.replica_link import AdmittedAdapter, ReplicaLink
+from engine.errors import EngineDeadError
+from engine.outputs import RequestOutput
+
+
+class LLMServer:
+    """Serves requests on one engine. ``link`` says which adapters; None serves the base alone."""
+
+    def __init__(
+        self,
+        replica_id: str,
+        engine: GeneratingEngine,
+        base_model: BaseModelInfo,
+        *,
+        coalesce_s: float,
+    ) -> None:
+        self.replica_id = replica_id
+        self.base_model = base_model
+        self._engine = engine
+        self._coalesce_s = coalesce_s
+        self._encoder = PromptEncoder(engine.tokenizer)
+        self._link: ReplicaLink | None = None
+        self._running: dict[str, AdapterVersion] = {}
+
+    def attach(self, link: ReplicaLink) -> None:
+        """Serve the adapters that this link knows."""
+        self._link = link
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationItem]:
+        """Stream one request; see ``Backend.generate``."""
+        async with AsyncExitStack() as stack:
+            admitted = await stack.enter_async_context(self._admit(request.adapter))
+            prompt_token_ids = await self._encoder.encode(
+                request.prompt,
+                chat_template=None if admitted is None else admitted.chat_template,
+                add_special_tokens=request.add_special_tokens,
+                keep_last=request.truncate_prompt_tokens,
+            )
+            if admitted is not None:
+                self._running[request.request_id] = admitted.version
+                stack.callback(self._running.pop, request.request_id, None)
+            outputs = await stack.enter_async_context(
+                aclosing(self._outputs(request, prompt_token_ids, admitted))
+            )
+            first = await anext(outputs)
+            yield GenerationStart(
+                replica_id=self.replica_id,
+                adapter_name=None if admitted is None else admitted.version.name,
+                generation=0 if admitted is None else admitted.version.generation,
+                prompt_token_ids=tuple(prompt_token_ids),
+            )
+            yield first
+            async for item in outputs:
+                yield item
+
+    async def abort_version(self, version: AdapterVersion) -> None:
+        """Abort everything that runs on one version of an adapter."""
+        for request_id, running in tuple(self._running.items()):
+            if (running.name, running.generation) == (version.name, version.generation):
+                await self._engine.abort(request_id)
+
+    async def tokenize(self, request: TokenizeRequest) -> TokenizeResult:
+        """Turn a prompt into token ids as ``generate`` would."""
+        async with self._admit(request.adapter) as admitted:
+            token_ids = await self._encoder.encode(
+                request.prompt,
+                chat_template=None if admitted is None else admitted.chat_template,
+                add_special_tokens=request.add_special_tokens,
+            )
+        return TokenizeResult(
+            token_ids=tuple(token_ids),
+            token_strs=tuple(await self._encoder.spell(token_ids)),
+            max_model_len=self.base_model.max_model_len,
+        )
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Turn token ids into text."""
+        return await self._encoder.decode(token_ids)
+
+    async def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Return each token's own bytes."""
+        return await self._encoder.token_bytes(token_ids)
+
+    def resident_names(self) -> list[str]:
+        """Names whose weights are in memory here."""
+        if self._link is None:
+            return []
+        return self._link.table.names_of(held.digest for held in self._link.adapters.residency())
+
+    def load(self) -> tuple[int, int]:
+        """How many requests run and wait."""
+        stats = self._engine.stats()
+        return stats.num_running, stats.num_waiting
+
+    def check_health(self) -> None:
+        """Raise if the engine has stopped: only a new process can help then."""
+        if not self._engine.is_alive:
+            raise EngineDeadError("the engine has stopped")
+
+    @asynccontextmanager
+    async def _admit(self, adapter: str | None) -> AsyncIterator[AdmittedAdapter | None]:
+        if adapter is None:
+            yield None
+            return
+        if self._link is None:
+            raise ReplicaUnavailableError("this replica has not joined the cluster")
+        async with AsyncExitStack() as stack:
+            try:
+                admitted = await stack.enter_async_context(self._link.admit(adapter))
+            except (AdapterRejectedError, AdapterSourceError) as error:
+                # Here the request field at fault is the name, not a path that somebody loaded.
+                error.param = "model"
+                raise
+            yield admitted
+
+    async def _outputs(
+        self,
+        request: GenerateRequest,
+        prompt_token_ids: list[int],
+        admitted: AdmittedAdapter | None,
+    ) -> AsyncGenerator[list[RequestOutput], None]:
+        stream = coalesce(
+            self._engine.generate(
+                request.request_id,
+                prompt_token_ids,
+                request.params,
+                lora=None if admitted is None else admitted.lora,
+                priority=request.priority,
+            ),
+            self._coalesce_s,
+        )
+        try:
+            async with aclosing(cast("AsyncGenerator[list[RequestOutput], None]", stream)):
+                async for outputs in stream:
+                    yield outputs
+        except EngineDeadError as error:
+            raise ReplicaUnavailableError("the replica's engine has stopped") from error

@@ -1,0 +1,166 @@
+"""The ``Backend`` of a Ray cluster: requests go to replicas, everything else to the controller."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from adapters import AdapterVersion
+from deployments.backend import (
+    AdapterStatus,
+    BaseModelInfo,
+    LoadAdapter,
+    ReplicaStatus,
+    UnloadAdapter,
+)
+from deployments.controller_actor import ControllerClient, Deployed
+from deployments.errors import (
+    ClusterError,
+    OverloadedError,
+    ReplicaUnavailableError,
+    RuntimeUpdatingDisabledError,
+)
+from deployments.generation import (
+    GenerateRequest,
+    GenerationItem,
+    TokenizeRequest,
+    TokenizeResult,
+)
+
+# A request that no replica has admitted may go to another one. Waits before each further try: a
+# replica that died is known to Serve within about a second.
+_RETRY_DELAYS_S = (0.02, 0.2, 0.6, 1.5)
+_HEALTH_TIMEOUT_S = 5.0
+
+
+class RayBackend:
+    """Talks to the replicas of one application through their handle."""
+
+    def __init__(self, replicas: DeploymentHandle, deployed: Deployed) -> None:
+        self._replicas = replicas
+        self._controller = ControllerClient(deployed)
+        self._allow_runtime_updating = deployed.config.adapters.allow_runtime_updating
+
+    @property
+    def allow_runtime_updating(self) -> bool:
+        """Whether load and unload are allowed."""
+        return self._allow_runtime_updating
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationItem]:
+        """Stream one request; see ``Backend.generate``."""
+        async with AsyncExitStack() as stack:
+            start, items = await self._start(request, stack)
+            yield start
+            async for item in items:
+                yield item
+
+    async def tokenize(self, request: TokenizeRequest) -> TokenizeResult:
+        """Turn a prompt into token ids as ``generate`` would."""
+        result: TokenizeResult = await self._ask("tokenize", request, adapter=request.adapter)
+        return result
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Turn token ids into text."""
+        return str(await self._ask("detokenize", list(token_ids)))
+
+    async def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Return each token's own bytes."""
+        result: list[bytes] = await self._ask("token_bytes", list(token_ids))
+        return result
+
+    async def base_model(self) -> BaseModelInfo:
+        """Describe the base model."""
+        result: BaseModelInfo = await self._ask("base_model")
+        return result
+
+    async def list_adapters(self) -> list[AdapterStatus]:
+        """List every registered adapter by name."""
+        return await self._controller.list_adapters()
+
+    async def get_adapter(self, name: str) -> AdapterStatus:
+        """Describe one registered adapter."""
+        return await self._controller.get_adapter(name)
+
+    async def load_adapter(self, load: LoadAdapter) -> AdapterVersion:
+        """Register or replace an adapter on every live replica."""
+        self._check_may_update()
+        return await self._controller.load(load, uuid.uuid4().hex)
+
+    async def unload_adapter(self, unload: UnloadAdapter) -> AdapterVersion:
+        """Forget an adapter on every live replica."""
+        self._check_may_update()
+        return await self._controller.unload(unload, uuid.uuid4().hex)
+
+    async def list_replicas(self) -> list[ReplicaStatus]:
+        """List the replicas that hold a lease."""
+        return await self._controller.list_replicas()
+
+    async def healthy(self) -> bool:
+        """Whether the controller answers and at least one replica can serve."""
+        try:
+            return bool(await asyncio.wait_for(self.list_replicas(), _HEALTH_TIMEOUT_S))
+        except (ClusterError, RayError, TimeoutError):
+            return False
+
+    def _check_may_update(self) -> None:
+        if not self._allow_runtime_updating:
+            raise RuntimeUpdatingDisabledError
+
+    async def _start(
+        self, request: GenerateRequest, stack: AsyncExitStack
+    ) -> tuple[GenerationItem, AsyncIterator[GenerationItem]]:
+        """Have a replica admit the request; a replica that cannot is not the only one."""
+        for delay_s in (*_RETRY_DELAYS_S, None):
+            items = self._stream(request)
+            try:
+                start = await anext(items)
+            except ReplicaUnavailableError:
+                if delay_s is None:
+                    raise
+                await asyncio.sleep(delay_s)
+            else:
+                stack.push_async_callback(items.aclose)
+                return start, items
+        raise AssertionError("unreachable")
+
+    async def _stream(self, request: GenerateRequest) -> AsyncGenerator[GenerationItem, None]:
+        handle = self._replicas.options(stream=True, multiplexed_model_id=_name(request.adapter))
+        response = handle.generate.remote(request)
+        is_over = False
+        try:
+            async for item in response:
+                yield item
+            is_over = True
+        except Exception as error:
+            is_over = True
+            raise _translated(error) from error
+        finally:
+            if not is_over:
+                response.cancel()
+
+    async def _ask(self, method: str, *args: object, adapter: str | None = None) -> Any:
+        handle = self._replicas.options(multiplexed_model_id=_name(adapter))
+        try:
+            return await getattr(handle, method).remote(*args)
+        except Exception as error:
+            raise _translated(error) from error
+
+
+def _name(adapter: str | None) -> str:
+    return "" if adapter is None else adapter.partition("@")[0]
+
+
+def _translated(error: Exception) -> Exception:
+    """What a failed call means, in our own errors."""
+    if isinstance(error, RayTaskError):
+        return error.cause if isinstance(error.cause, Exception) else error
+    if isinstance(error, BackPressureError):
+        return OverloadedError("all replicas are busy, try again")
+    if isinstance(error, RayActorError | DeploymentUnavailableError):
+        return ReplicaUnavailableError("the replica ended, try again")
+    return error

@@ -1,0 +1,94 @@
+"""Which replica gets a request: one that holds the adapter, unless it is much busier than others.
+
+``rank_replicas`` is the policy, over plain data. ``AdapterRouter`` feeds it from what Ray Serve
+knows and needs nothing but Serve's router interface.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+_NUM_CHOICES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """What is known of a replica here and now, possibly a little late.
+
+    ``load`` is the number of requests that it has; ``has_adapter`` says whether the weights of the
+    request's adapter are in its memory.
+    """
+
+    id: str
+    load: int
+    has_adapter: bool = False
+
+
+def rank_replicas(
+    replicas: Sequence[ReplicaView], adapter: str, spill_over: int
+) -> list[list[str]]:
+    """Order replicas by preference: within a rank the one with most room is taken.
+
+    For the base model, two random replicas come first (the power of two choices), then all. For an
+    adapter, the first is a replica that holds it, unless that has more than ``spill_over`` requests
+    more than the least loaded. If none holds it, one is chosen by the adapter's name, so that the
+    requests which follow at once go there too.
+    """
+    if not replicas:
+        return []
+    if not adapter:
+        chosen = random.sample(list(replicas), min(_NUM_CHOICES, len(replicas)))
+        return _ranks([replica.id for replica in chosen], replicas)
+    limit = min(replica.load for replica in replicas) + spill_over
+    near = [replica for replica in replicas if replica.load <= limit]
+    holders = [replica for replica in near if replica.has_adapter]
+    if holders:
+        best = min(holders, key=lambda replica: (replica.load, _affinity(adapter, replica.id)))
+    else:
+        best = min(near, key=lambda replica: _affinity(adapter, replica.id))
+    return _ranks([best.id], replicas)
+
+
+def _ranks(first: list[str], replicas: Sequence[ReplicaView]) -> list[list[str]]:
+    rest = [replica.id for replica in replicas if replica.id not in first]
+    return [first, rest] if rest else [first]
+
+
+def _affinity(adapter: str, replica_id: str) -> bytes:
+    """Rendezvous hashing: each adapter has its own order of replicas."""
+    return blake2b(f"{adapter}\0{replica_id}".encode(), digest_size=8).digest()
+
+
+class AdapterRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
+    """Ray Serve's router with the policy above. The adapter is the request's multiplexed id."""
+
+    def initialize_state(self, *, spill_over: int) -> None:
+        """Take the arguments of ``RequestRouterConfig``."""
+        self._spill_over = spill_over
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Return the candidates in ranks of preference."""
+        adapter = ""
+        if pending_request is not None:
+            adapter = pending_request.metadata.multiplexed_model_id
+        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        views = [self._view(replica, adapter) for replica in candidate_replicas]
+        ranks = rank_replicas(views, adapter, self._spill_over)
+        return [[by_id[replica_id] for replica_id in rank] for rank in ranks]
+
+    def _view(self, replica: RunningReplica, adapter: str) -> ReplicaView:
+        stats: dict[str, Any] = replica.routing_stats or {}
+        load = self.replica_queue_len_cache.get(replica.replica_id)
+        return ReplicaView(
+            id=replica.replica_id.unique_id,
+            load=stats.get("load", 0) if load is None else load,
+            has_adapter=adapter in stats.get("adapters", ()),
+        )

@@ -1,0 +1,1 @@
+"""Adapter names to verified local directories. No engine, no torch."""
