@@ -68,8 +68,8 @@ class LoRAConfig:
 class EngineConfig:
     """All settings of one engine.
 
-    ``lora`` None builds an engine without any LoRA code. ``seed`` fixes the random numbers of requests
-    that bring no seed; without it they differ from run to run.
+    ``lora`` None builds an engine without any LoRA code. ``seed`` fixes the random numbers of
+    requests that bring no seed; without it they differ from run to run.
     """
 
     model: Path

@@ -174,7 +174,7 @@ def _draw(logits: torch.Tensor, params: SamplingParams, uniform: float) -> int:
     if params.top_p < 1:
         probs, indices = _nucleus(probs, indices, params.top_p)
     cumulative = probs.double().cumsum(0)
-    # right=True picks the first token whose cumulative mass exceeds the number, never one of mass 0.
+    # right=True picks the first token whose cumulative mass exceeds the number: none of mass 0.
     place = int(torch.searchsorted(cumulative, cumulative[-1] * uniform, right=True))
     if place >= probs.shape[0] or probs[place] == 0:
         place = int(probs.argmax())

@@ -16,7 +16,8 @@ _SEED_RANGE = 1 << 63
 class SamplingParams:
     """Sampling parameters of one request.
 
-    ``temperature`` 0 (or below 1e-5) means greedy. ``top_k`` 0 or -1 and ``top_p`` 1 switch the filters off.
+    ``temperature`` 0 (or below 1e-5) means greedy. ``top_k`` 0 or -1 and ``top_p`` 1 switch the
+    filters off.
     ``logprobs`` k asks for the chosen token and the k most likely; ``prompt_logprobs`` likewise for
     each prompt token. ``max_tokens`` None generates until the context is full.
     Raises InvalidRequestError naming the parameter.

@@ -18,8 +18,8 @@ class AdapterPrefetcher:
     """Loads what waiting requests need, at most ``max_ahead`` adapters ahead of the slots.
 
     It keeps each of them until it was copied to a slot or nobody waits for it any more, whatever
-    the host cache evicts meanwhile: otherwise the adapters of a long queue would push each other out
-    before any of them is used. So host memory is bounded by max_cpu_loras + max_ahead adapters.
+    the host cache evicts meanwhile: otherwise the adapters of a long queue would push each other
+    out before any of them is used. So host memory is bounded by max_cpu_loras + max_ahead adapters.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class AdapterPrefetcher:
         self.on_loaded: Callable[[], None] = lambda: None
 
     def is_ready(self, lora: LoRARequest) -> bool:
-        """Say whether the weights are in host memory; if not, start to load them if there is room."""
+        """Say whether the weights are in host memory; if not, load them if there is room."""
         digest = lora.digest
         assert digest is not None
         if digest in self._ready:
