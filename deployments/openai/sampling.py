@@ -8,6 +8,9 @@ from engine.sampling_params import SamplingParams
 # Filters out nothing in any vocabulary, and fits in a 32-bit tensor.
 _MAX_TOP_K = (1 << 31) - 1
 
+# Beyond these a float32 logit overflows, which would be the client's doing but look like ours.
+_REPETITION_PENALTY_RANGE = (0.01, 100.0)
+
 
 def completion_params(body: CompletionBody, vocab_size: int) -> SamplingParams:
     """Sampling parameters of a completion.
@@ -74,6 +77,12 @@ def _params(
     prompt_logprobs: int | None,
 ) -> SamplingParams:
     _check_vocabulary("stop_token_ids", body.stop_token_ids, vocab_size)
+    lowest, highest = _REPETITION_PENALTY_RANGE
+    if not lowest <= body.repetition_penalty <= highest:
+        raise ApiError(
+            f"repetition_penalty must be in [{lowest}, {highest}], got {body.repetition_penalty}.",
+            param="repetition_penalty",
+        )
     return SamplingParams(
         n=body.n,
         temperature=body.temperature,

@@ -50,6 +50,7 @@ async def client(backend: FakeBackend) -> AsyncIterator[Client]:
         ("min_tokens", -1, "min_tokens"),
         ("presence_penalty", 3, "presence_penalty"),
         ("repetition_penalty", 0, "repetition_penalty"),
+        ("repetition_penalty", 1e-300, "repetition_penalty"),
         ("logit_bias", {"x": 1}, "logit_bias"),
         ("logit_bias", {"-1": 1}, "logit_bias"),
         ("logit_bias", {"٣": 1}, "logit_bias"),

@@ -1,0 +1,64 @@
+"""A backend with one real engine in this process and no adapters."""
+
+from collections.abc import AsyncIterator, Sequence
+
+from adapters import AdapterVersion
+from deployments.backend import (
+    AdapterStatus,
+    BaseModelInfo,
+    LoadAdapter,
+    ReplicaStatus,
+    UnloadAdapter,
+)
+from deployments.errors import AdapterNotFoundError, RuntimeUpdatingDisabledError
+from deployments.generation import (
+    GenerateRequest,
+    GenerationItem,
+    TokenizeRequest,
+    TokenizeResult,
+)
+from deployments.llm_server import LLMServer
+
+
+class LocalBackend:
+    """Serves the base model with one ``LLMServer``."""
+
+    allow_runtime_updating = False
+
+    def __init__(self, server: LLMServer) -> None:
+        self._server = server
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationItem]:
+        if request.adapter is not None:
+            raise AdapterNotFoundError(request.adapter)
+        return self._server.generate(request)
+
+    async def tokenize(self, request: TokenizeRequest) -> TokenizeResult:
+        return await self._server.tokenize(request)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return await self._server.detokenize(token_ids)
+
+    async def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        return await self._server.token_bytes(token_ids)
+
+    async def base_model(self) -> BaseModelInfo:
+        return self._server.base_model
+
+    async def list_adapters(self) -> list[AdapterStatus]:
+        return []
+
+    async def get_adapter(self, name: str) -> AdapterStatus:
+        raise AdapterNotFoundError(name)
+
+    async def load_adapter(self, load: LoadAdapter) -> AdapterVersion:
+        raise RuntimeUpdatingDisabledError
+
+    async def unload_adapter(self, unload: UnloadAdapter) -> AdapterVersion:
+        raise RuntimeUpdatingDisabledError
+
+    async def list_replicas(self) -> list[ReplicaStatus]:
+        return []
+
+    async def healthy(self) -> bool:
+        return True
