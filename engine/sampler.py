@@ -83,6 +83,7 @@ class Sampled:
     error: Exception | None = None
 
 
+@torch.inference_mode()
 def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sampled]:
     """Choose one token for each row and count it in the row's state.
 
@@ -113,6 +114,7 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample
     return results
 
 
+@torch.inference_mode()
 def position_logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> PositionLogprobs:
     """Log probabilities of one token and of the ``num_top`` most likely, from logits [vocab]."""
     logprobs = logits.log_softmax(dim=-1)

@@ -167,5 +167,5 @@ def wrong_scaling(factor: float) -> Iterator[None]:
 def test_wrong_scaling_is_noticed(
     checkpoint: Path, oracle: PeftOracle, lora: Callable[..., LoRARequest | None]
 ) -> None:
-    with wrong_scaling(1.05), pytest.raises(AssertionError, match="after .* tokens"):
+    with wrong_scaling(1.05), pytest.raises(AssertionError, match=r"after .* tokens"):
         check(make_llm(checkpoint), oracle, mixed_cases(), lora)
