@@ -28,6 +28,7 @@ _GEMMA = {
     "query_pre_attn_scalar": 24,
 }
 
+# Architectures that the engine serves.
 TINY_MODELS: dict[str, dict[str, object]] = {
     "llama": _SIZES,
     "qwen2": _SIZES,
@@ -47,6 +48,13 @@ TINY_MODELS: dict[str, dict[str, object]] = {
     },
 }
 
+# Architectures whose attention the engine finds, when it runs it, to be more than it offers.
+_REFUSED_MODELS: dict[str, dict[str, object]] = {
+    "bert": _SIZES,
+    "diffllama": _SIZES,
+    "gpt_oss": _SIZES | {"num_local_experts": 2},
+}
+
 MakeModel = Callable[..., Path]
 
 
@@ -54,7 +62,9 @@ def save_tiny_model(
     path: Path, model_type: str, *, dtype: torch.dtype, **overrides: object
 ) -> None:
     """Write a random checkpoint of `model_type` whose weights are large enough to matter."""
-    config = AutoConfig.for_model(model_type, **(TINY_MODELS[model_type] | overrides))
+    config = AutoConfig.for_model(
+        model_type, **((TINY_MODELS | _REFUSED_MODELS)[model_type] | overrides)
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

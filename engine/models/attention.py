@@ -146,6 +146,8 @@ def attach_paged_attention(
         setattr(module, _ATTRIBUTE, recorder)
     try:
         run_token()
+    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise UnsupportedModelError(f"the model cannot run a lone token: {error}") from error
     finally:
         for module in candidates:
             delattr(module, _ATTRIBUTE)

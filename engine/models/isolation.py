@@ -43,11 +43,16 @@ def check_isolation(
 
     Leaves a small KV cache allocated.
     """
-    generator = torch.Generator().manual_seed(0)
-    subject = torch.randint(spec.vocab_size, (_SUBJECT_LEN,), generator=generator)
+    num_tokens = _SUBJECT_LEN + sum(map(sum, _NEIGHBOURS))
+    # All different, so that no neighbour happens to be the same in both batches.
+    ids = torch.randperm(
+        max(num_tokens, spec.vocab_size), generator=torch.Generator().manual_seed(0)
+    )
+    subject, *neighbours = (ids[:num_tokens] % spec.vocab_size).split(
+        [_SUBJECT_LEN, *map(sum, _NEIGHBOURS)]
+    )
     results = []
-    for before, after in _NEIGHBOURS:
-        others = torch.randint(spec.vocab_size, (before + after,), generator=generator)
+    for (before, after), others in zip(_NEIGHBOURS, neighbours, strict=True):
         tokens = torch.cat([others[:before], subject, others[before:]]).to(spec.device)
         lengths = (before, _SUBJECT_LEN, after)
         batch, num_blocks = _prefill_batch(lengths, block_size, spec.device)

@@ -55,6 +55,7 @@ def load_model(
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, by name
             )
     except (OSError, SafetensorError, ValueError, RuntimeError) as error:
         raise UnsupportedModelError(f"{path}: weights cannot be loaded: {error}") from error
