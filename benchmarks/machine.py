@@ -35,15 +35,18 @@ def default_device() -> torch.device:
 
 def time_call(function: Callable[[], object], device: torch.device, budget_s: float = 0.3) -> float:
     """Return the fastest of several calls in seconds, after one that is not counted."""
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    function()
-    synchronize()
+
+    def run() -> None:
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    run()
     best = float("inf")
     end = time.perf_counter() + budget_s
     while True:
         start = time.perf_counter()
-        function()
-        synchronize()
+        run()
         now = time.perf_counter()
         best = min(best, now - start)
         if now > end:
