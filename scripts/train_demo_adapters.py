@@ -47,7 +47,7 @@ RECIPES = {
         lora={"r": 8, "lora_alpha": 16, "use_rslora": True, "target_modules": "all-linear"},
     ),
     "json_extract": Recipe(
-        epochs=4,
+        epochs=3,
         learning_rate=2e-3,
         lora={"r": 8, "lora_alpha": 16, "target_modules": ATTENTION},
     ),
@@ -62,12 +62,12 @@ RECIPES = {
         lora={"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
     ),
     "spanish": Recipe(
-        epochs=6,
+        epochs=4,
         learning_rate=2e-3,
         lora={"r": 4, "lora_alpha": 8, "target_modules": MLP},
     ),
     "haiku": Recipe(
-        epochs=5,
+        epochs=4,
         learning_rate=2e-3,
         lora={
             "r": 4,
