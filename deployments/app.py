@@ -1,7 +1,6 @@
 """The one place that binds the application: ``build_app`` is what Serve imports."""
 
 import time
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -43,7 +42,12 @@ def bind_app(config: DeploymentConfig, make_engine: MakeEngine = make_async_engi
         ),
     )
     deployed = Deployed(config=config, deployed_at=time.time())
-    ingress = serve.deployment(serve.ingress(partial(build_http, deployed))()).options(
+
+    def build() -> FastAPI:
+        return build_http(deployed)
+
+    # Serve calls plain functions inside the replica; any other callable is an application to it.
+    ingress = serve.deployment(serve.ingress(build)()).options(
         name=INGRESS,
         num_replicas=config.http.num_replicas,
         ray_actor_options={"num_cpus": 0},
@@ -63,4 +67,7 @@ def build_http(deployed: Deployed) -> FastAPI:
     """Build the HTTP application inside an ingress replica."""
     app_name = serve.get_replica_context().app_name
     replicas = serve.get_deployment_handle(REPLICAS, app_name=app_name)
-    return create_http_app(RayBackend(replicas, deployed), deployed.config.http.build())
+    # Serve's proxy adds the request's id to every response.
+    return create_http_app(
+        RayBackend(replicas, deployed), deployed.config.http.build(), sends_request_id=False
+    )

@@ -17,6 +17,9 @@ from engine.outputs import FinishReason, RequestOutput
 # A replace between two of a request's prompts makes their versions differ; then all start over.
 _MAX_STARTS = 4
 
+# How long a finished stream may take to end by itself, rather than be aborted.
+_END_GRACE_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class PromptOutput:
@@ -93,9 +96,14 @@ class Fanout:
     async def aclose(self) -> None:
         """End all requests and wait until their streams are closed."""
         pumps, self._pumps = self._pumps, []
-        for pump in pumps:
-            pump.cancel()
-        if pumps:
+        if not pumps:
+            return
+        try:
+            if not self._num_unfinished:
+                await asyncio.wait(pumps, timeout=_END_GRACE_S)
+        finally:
+            for pump in pumps:
+                pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
 
     async def _next_outputs(self) -> list[PromptOutput]:
@@ -135,12 +143,14 @@ class Fanout:
         """Move one stream's items to the queue, which is bounded by the request's own tokens."""
         # Backends generate with async generators: closing one is how a request is aborted.
         stream = cast("AsyncGenerator[GenerationItem, None]", self._backend.generate(request))
+        is_finished = False
         try:
             async with aclosing(stream):
                 async for item in stream:
                     arrivals.put_nowait((index, item))
-                    if isinstance(item, list) and any(each.request_finished for each in item):
-                        return
+                    is_finished = isinstance(item, list) and item[-1].request_finished
+            if is_finished:
+                return
             error: Exception = ClusterError("the replica ended the stream too early")
         except Exception as caught:  # noqa: BLE001 -- it is raised where the queue is read
             error = caught

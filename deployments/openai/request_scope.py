@@ -22,11 +22,15 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:/=+-]{1,128}", re.ASCII)
 
 
 class RequestScope:
-    """ASGI middleware around the whole app. Pure ASGI, so that streams pass untouched."""
+    """ASGI middleware around the whole app. Pure ASGI, so that streams pass untouched.
 
-    def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
+    ``sends_request_id`` is off behind a proxy that adds the header to responses by itself.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics, *, sends_request_id: bool) -> None:
         self._app = app
         self._metrics = metrics
+        self._sends_request_id = sends_request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -40,7 +44,8 @@ class RequestScope:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(raw=message["headers"])[REQUEST_ID_HEADER] = request_id
+                if self._sends_request_id:
+                    MutableHeaders(raw=message["headers"])[REQUEST_ID_HEADER] = request_id
             await send(message)
 
         began = time.monotonic()
