@@ -244,13 +244,18 @@ def is_directory(model: str) -> bool:
     return model.startswith((".", "/", "~")) or absolute(model).is_dir()
 
 
-def find_model(model: str) -> Path:
-    """Bring a model's files to this machine and return their directory."""
+def find_prepared(model: str) -> Path | None:
+    """Return the directory of a model that is on this machine under its name or path."""
     prepared = home() / "models" / model
     if prepared.is_dir():
         return prepared
-    if is_directory(model):
-        return absolute(model)
+    return absolute(model) if is_directory(model) else None
+
+
+def find_model(model: str) -> Path:
+    """Bring a model's files to this machine and return their directory."""
+    if (path := find_prepared(model)) is not None:
+        return path
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))

@@ -57,6 +57,7 @@ ERROR_TABLE: dict[type[Exception], ErrorStatus] = {
     # against an unload, and the next try gets the right answer.
     engine_errors.AdapterNotLoadedError: _UNAVAILABLE,
     engine_errors.CapacityError: _UNAVAILABLE,
+    engine_errors.EngineDeadError: _UNAVAILABLE,
     engine_errors.QueueFullError: _OVERLOADED,
     engine_errors.UnsupportedModelError: _INTERNAL,
 }

@@ -13,9 +13,10 @@ from ray import serve
 from deployments.backend import BaseModelInfo
 from deployments.clock import SystemClock
 from deployments.cluster_protocol import MemberId, Register
-from deployments.config import DeploymentConfig, find_model
+from deployments.config import DeploymentConfig, find_model, find_prepared
 from deployments.controller_actor import ControllerClient, Deployed
 from deployments.engine_port import GeneratingEngine
+from deployments.errors import ClusterError
 from deployments.generation import (
     GenerateRequest,
     GenerationItem,
@@ -25,6 +26,7 @@ from deployments.generation import (
 from deployments.llm_server import LLMServer
 from deployments.replica_link import ReplicaLink
 from deployments.source_setup import build_sources
+from engine.errors import EngineError
 
 MakeEngine = Callable[[DeploymentConfig, int], Awaitable[GeneratingEngine]]
 
@@ -70,15 +72,21 @@ class LLMReplica:
         self._server.attach(self._link)
         await self._link.join()
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationItem]:
-        """Stream one request."""
-        async with aclosing(cast("Any", self._server.generate(request))) as items:
-            async for item in items:
-                yield item
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationItem | Exception]:
+        """Stream one request. What goes wrong is the last item, since Serve logs what is raised."""
+        try:
+            async with aclosing(cast("Any", self._server.generate(request))) as items:
+                async for item in items:
+                    yield item
+        except (ClusterError, EngineError) as error:
+            yield error
 
-    async def tokenize(self, request: TokenizeRequest) -> TokenizeResult:
-        """Turn a prompt into token ids."""
-        return await self._server.tokenize(request)
+    async def tokenize(self, request: TokenizeRequest) -> TokenizeResult | Exception:
+        """Turn a prompt into token ids; returns what goes wrong."""
+        try:
+            return await self._server.tokenize(request)
+        except (ClusterError, EngineError) as error:
+            return error
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Turn token ids into text."""
@@ -114,11 +122,13 @@ def num_threads(config: DeploymentConfig, num_replicas: int) -> int:
 
 
 def describe_base_model(config: DeploymentConfig, engine: GeneratingEngine) -> BaseModelInfo:
-    """What clients may know of the base model."""
+    """What clients may know of the base model. It was created when this machine got its files."""
+    path = find_prepared(config.model)
+    created = 0 if path is None else int(path.stat().st_mtime)
     return BaseModelInfo(
         id=config.public_model_id,
         root=config.model,
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,
-        created=0,
+        created=created,
     )

@@ -131,9 +131,12 @@ class RayBackend:
     async def _stream(self, request: GenerateRequest) -> AsyncGenerator[GenerationItem, None]:
         handle = self._replicas.options(stream=True, multiplexed_model_id=_name(request.adapter))
         response = handle.generate.remote(request)
-        is_over = False
+        is_over, failure = False, None
         try:
             async for item in response:
+                if isinstance(item, Exception):
+                    failure = item
+                    break
                 yield item
             is_over = True
         except Exception as error:
@@ -142,13 +145,18 @@ class RayBackend:
         finally:
             if not is_over:
                 response.cancel()
+        if failure is not None:
+            raise failure
 
     async def _ask(self, method: str, *args: object, adapter: str | None = None) -> Any:
         handle = self._replicas.options(multiplexed_model_id=_name(adapter))
         try:
-            return await getattr(handle, method).remote(*args)
+            answer = await getattr(handle, method).remote(*args)
         except Exception as error:
             raise _translated(error) from error
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 def _name(adapter: str | None) -> str:

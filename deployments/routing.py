@@ -5,14 +5,16 @@ knows and needs nothing but Serve's router interface.
 """
 
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 _NUM_CHOICES = 2
+_CHOICE_TTL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +65,47 @@ def _affinity(adapter: str, replica_id: str) -> bytes:
     return blake2b(f"{adapter}\0{replica_id}".encode(), digest_size=8).digest()
 
 
+class RecentChoices:
+    """Requests that were given a replica and are not yet counted by it.
+
+    Without them, a burst would see all replicas idle and go to one. A choice that never became a
+    request (the client went away) is forgotten after a moment.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._choices: dict[str, tuple[str, float]] = {}
+
+    def add(self, request_id: str, replica_id: str) -> None:
+        """Count a request for a replica."""
+        self._drop_old()
+        self._choices[request_id] = (replica_id, self._now())
+
+    def forget(self, request_id: str) -> None:
+        """Stop counting a request."""
+        self._choices.pop(request_id, None)
+
+    def count(self, replica_id: str) -> int:
+        """How many requests are on their way to a replica."""
+        return sum(chosen == replica_id for chosen, _ in self._choices.values())
+
+    def _drop_old(self) -> None:
+        # Oldest first, as a dictionary keeps its order of insertion.
+        limit = self._now() - _CHOICE_TTL_S
+        while self._choices:
+            request_id, (_, chosen_at) = next(iter(self._choices.items()))
+            if chosen_at >= limit:
+                return
+            del self._choices[request_id]
+
+
 class AdapterRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
     """Ray Serve's router with the policy above. The adapter is the request's multiplexed id."""
 
     def initialize_state(self, *, spill_over: int) -> None:
         """Take the arguments of ``RequestRouterConfig``."""
         self._spill_over = spill_over
+        self._choices = RecentChoices()
 
     async def choose_replicas(
         self,
@@ -76,19 +113,30 @@ class AdapterRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Return the candidates in ranks of preference."""
-        adapter = ""
+        adapter = request_id = ""
         if pending_request is not None:
             adapter = pending_request.metadata.multiplexed_model_id
+            request_id = pending_request.metadata.internal_request_id
+        self._choices.forget(request_id)
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         views = [self._view(replica, adapter) for replica in candidate_replicas]
         ranks = rank_replicas(views, adapter, self._spill_over)
+        if ranks and request_id:
+            self._choices.add(request_id, ranks[0][0])
         return [[by_id[replica_id] for replica_id in rank] for rank in ranks]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: object
+    ) -> None:
+        """From here on Serve counts the request itself."""
+        self._choices.forget(pending_request.metadata.internal_request_id)
 
     def _view(self, replica: RunningReplica, adapter: str) -> ReplicaView:
         stats: dict[str, Any] = replica.routing_stats or {}
         load = self.replica_queue_len_cache.get(replica.replica_id)
+        name = replica.replica_id.unique_id
         return ReplicaView(
-            id=replica.replica_id.unique_id,
-            load=stats.get("load", 0) if load is None else load,
+            id=name,
+            load=(stats.get("load", 0) if load is None else load) + self._choices.count(name),
             has_adapter=adapter in stats.get("adapters", ()),
         )

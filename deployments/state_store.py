@@ -98,6 +98,14 @@ class SqliteStateStore:
     """The journal in one SQLite file, held exclusively: two controllers cannot both write."""
 
     def __init__(self, path: Path) -> None:
+        try:
+            self._open(path)
+        except (OSError, sqlite3.Error) as error:
+            raise JournalUnavailableError(
+                f"cannot open the journal {path} (only one controller may hold it): {error}"
+            ) from error
+
+    def _open(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(
             path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from adapters import AdapterVersion, adapter_digest, find_adapter_files
 from deployments.backend import LoadAdapter, UnloadAdapter
@@ -203,8 +203,8 @@ class Cluster:
     def digest(self, path: Path) -> str:
         return adapter_digest(find_adapter_files(path))
 
-    async def load(self, name: str, path: Path, *, op_id: str = "", **options: Any) -> Any:
-        load = LoadAdapter(name=name, source=str(path), **options)
+    async def load(self, name: str, path: Path | None, *, op_id: str = "", **options: Any) -> Any:
+        load = LoadAdapter(name=name, source=None if path is None else str(path), **options)
         return await self.controller.load(load, op_id or f"load-{name}-{self.clock.now()}")
 
     async def unload(self, name: str, *, op_id: str = "", **options: Any) -> Any:
@@ -222,9 +222,14 @@ class Cluster:
         await self.clock.advance(0.1)
 
 
+ClusterT = TypeVar("ClusterT", bound=Cluster)
+
+
 @asynccontextmanager
-async def running_cluster(root: Path, *replicas: str) -> AsyncIterator[Cluster]:
-    cluster = Cluster(root)
+async def running_cluster(
+    root: Path, *replicas: str, cluster_type: type[ClusterT] = Cluster
+) -> AsyncIterator[ClusterT]:
+    cluster = cluster_type(root)
     try:
         for name in replicas:
             await cluster.add_replica(name)
