@@ -125,12 +125,18 @@ class AdapterSources:
                 raise PathNotAllowedError(source)
             return source
         path = _local_path(source) if _is_uri(source) else Path(source)
+        try:
+            return self._allowed_directory(path).as_uri()
+        except (ValueError, OSError) as error:  # no path at all: a null byte, too long
+            raise PathNotAllowedError(source) from error
+
+    def _allowed_directory(self, path: Path) -> Path:
         # Links are followed first: what counts is where the files are.
         candidates = [Path(os.path.realpath(root / path)) for root in (Path.cwd(), *self._roots)]
         allowed = [path for path in candidates if self._is_allowed(path)]
         if not allowed:
-            raise PathNotAllowedError(source)
-        return next((path for path in allowed if path.is_dir()), allowed[0]).as_uri()
+            raise PathNotAllowedError(str(path))
+        return next((path for path in allowed if path.is_dir()), allowed[0])
 
     def _is_allowed(self, path: Path) -> bool:
         return any(path.is_relative_to(root) for root in self._roots)
