@@ -220,6 +220,18 @@ def test_two_requests_that_do_not_fit_together_both_end() -> None:
     assert [request.num_tokens for request in requests] == [16, 16, 16]
 
 
+def test_request_that_waits_for_blocks_is_not_overtaken_by_smaller_ones() -> None:
+    scheduler = make_scheduler(num_blocks=4, max_model_len=16)
+    first = make_request("first", 7)
+    scheduler.add(first)
+    run_step(scheduler)
+    scheduler.add(make_request("large", 12, first_token=50, arrival_s=1.0))
+    scheduler.add(make_request("small", 1, digest="x", arrival_s=2.0))
+    assert shares(run_step(scheduler)) == [("first", 1)]
+    scheduler.finish(first)
+    assert shares(run_step(scheduler)) == [("small", 1), ("large", 12)]
+
+
 def test_pool_must_hold_the_longest_request() -> None:
     with pytest.raises(ValueError, match="5 blocks are needed"):
         make_scheduler(num_blocks=4, max_model_len=17)
@@ -240,6 +252,19 @@ def test_aborted_requests_give_everything_back() -> None:
     assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
     assert not scheduler.has_work
     assert scheduler.schedule().scheduled == ()
+
+
+def test_aborted_waiting_request_lends_no_prefix_to_a_later_one_of_its_key() -> None:
+    scheduler = make_scheduler(num_blocks=4, max_model_len=16)
+    first = make_request("first", 9)
+    scheduler.add(first)
+    run_step(scheduler)
+    scheduler.add(make_request("r", 14))
+    assert shares(run_step(scheduler)) == [("first", 1)], "too long to start beside the first"
+    scheduler.abort(("r", 0))
+    scheduler.finish(first)
+    scheduler.add(make_request("r", 9, first_token=50))
+    assert shares(run_step(scheduler)) == [("r", 9)]
 
 
 def test_finishing_twice_spares_a_later_request_of_the_same_key() -> None:

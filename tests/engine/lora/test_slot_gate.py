@@ -39,18 +39,13 @@ def test_requests_before_the_overdue_one_are_not_refused() -> None:
 
 
 def test_slot_is_not_drained_before_its_adapter_had_its_turn() -> None:
-    gate = make_gate(held=())
-    gate.begin(0.0)
-    gate.acquire("a")
-    gate.begin(5.0)
-    gate.acquire("b")
-    assert admitted(gate, 5.0, "c", "d") == [False, False]
-    assert admitted(gate, 14.9, "c", "d", "a", "b") == [False, False, True, True]
-    assert admitted(gate, 15.0, "c", "d", "a", "b") == [False, False, False, False]
+    gate = make_gate()
+    assert admitted(gate, 10.0, "c", "d", "e") == [False, False, False]
     gate.release("a")
     assert admitted(gate, 15.0, "c") == [True]
     gate.acquire("c")
-    assert admitted(gate, 16.0, "d", "c", "b") == [False, True, False]
+    assert admitted(gate, 24.0, "d", "e", "c", "b") == [False, False, True, False]
+    assert admitted(gate, 25.0, "d", "e", "c", "b") == [False, False, False, False]
 
 
 def test_pinned_slot_is_not_drained_since_that_would_free_nothing() -> None:
