@@ -15,7 +15,7 @@ from deployments.cluster_protocol import Residency
 from deployments.engine_port import AdapterEngine
 from deployments.keyed_lock import KeyedLock
 from deployments.sources import AdapterSources
-from engine.errors import EngineError
+from engine.errors import AdapterNotLoadedError, EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +27,7 @@ class LoadedAdapter:
     ``chat_template`` is the adapter's own, if it came with one.
     """
 
-    digest: str
-    lora_path: str
+    request: LoRARequest
     rank: int
     size_bytes: int
     chat_template: str | None = None
@@ -74,8 +73,7 @@ class LocalAdapters:
         """Keep loaded bytes in memory, or raise CapacityError."""
         async with self._digests.hold(digest):
             if digest in self._loaded and digest not in self._pinned:
-                await self._engine.pin_lora(digest)
-                self._pinned.add(digest)
+                await self._pin(digest)
 
     async def set_pins(self, wanted: Callable[[], set[str]]) -> None:
         """Pin what is wanted, as far as it is loaded, and nothing else.
@@ -88,13 +86,21 @@ class LocalAdapters:
                     continue
                 try:
                     if digest in wanted() and digest not in self._pinned:
-                        await self._engine.pin_lora(digest)
-                        self._pinned.add(digest)
+                        await self._pin(digest)
                     elif digest not in wanted() and digest in self._pinned:
                         await self._engine.unpin_lora(digest)
                         self._pinned.discard(digest)
                 except EngineError as error:
                     logger.warning("cannot change the pin of adapter %s: %s", digest, error)
+
+    async def _pin(self, digest: str) -> None:
+        try:
+            await self._engine.pin_lora(digest)
+        except AdapterNotLoadedError:
+            # It made room for others in the meantime.
+            await self._engine.load_lora(self._loaded[digest].request)
+            await self._engine.pin_lora(digest)
+        self._pinned.add(digest)
 
     def residency(self) -> tuple[Residency, ...]:
         """What the engine holds in memory."""
@@ -118,8 +124,7 @@ class LocalAdapters:
         )
         info = await self._engine.load_lora(request)
         return LoadedAdapter(
-            digest=digest,
-            lora_path=found.lora_path,
+            request=request,
             rank=info.rank,
             size_bytes=info.size_bytes,
             chat_template=await asyncio.to_thread(_read_chat_template, Path(found.lora_path)),

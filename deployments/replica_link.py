@@ -135,7 +135,7 @@ class ReplicaLink:
         loaded = await self.adapters.ensure(version.name, version.digest, version.source_uri)
         lora = LoRARequest(
             lora_name=version.name,
-            lora_path=loaded.lora_path,
+            lora_path=loaded.request.lora_path,
             digest=version.digest,
             generation=version.generation,
             source_uri=version.source_uri,

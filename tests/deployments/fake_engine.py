@@ -83,6 +83,8 @@ class FakeEngine:
         self.pinned.discard(digest)
 
     async def pin_lora(self, digest: str) -> None:
+        if digest not in self.loaded:
+            raise AdapterNotLoadedError(digest)
         self.pinned.add(digest)
 
     async def unpin_lora(self, digest: str) -> None:

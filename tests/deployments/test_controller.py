@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,16 @@ async def test_pin_can_change_without_a_new_generation(cluster: Cluster) -> None
     await cluster.clock.finish(cluster.load("sql", path, load_inplace=True))
     for replica in cluster.replicas.values():
         assert replica.engine.pinned == set()
+
+
+async def test_pin_brings_back_what_had_made_room(cluster: Cluster) -> None:
+    path = cluster.write_adapter("sql")
+    version = await cluster.clock.finish(cluster.load("sql", path))
+    for replica in cluster.replicas.values():
+        replica.engine.loaded.clear()
+    await cluster.clock.finish(cluster.load("sql", path, load_inplace=True, pin=True))
+    for replica in cluster.replicas.values():
+        assert set(replica.engine.loaded) == replica.engine.pinned == {version.digest}
 
 
 async def test_replace_is_seen_by_new_requests_and_not_by_running_ones(cluster: Cluster) -> None:
@@ -153,9 +164,11 @@ async def test_lack_of_room_is_retryable(cluster: Cluster) -> None:
 
 
 async def test_prepare_that_never_ends_is_taken_back(cluster: Cluster) -> None:
+    settings = replace(cluster.settings, prepare_timeout_s=5.0)
+    cluster.controller.configure(settings, cluster.sources())
     cluster.replicas["r3"].engine.gate.clear()
     with pytest.raises(OperationTimeoutError, match="r3"):
-        await cluster.clock.finish(cluster.load("sql", cluster.write_adapter("sql")), within_s=200)
+        await cluster.clock.finish(cluster.load("sql", cluster.write_adapter("sql")))
     cluster.replicas["r3"].engine.gate.set()
     await cluster.clock.advance(0.2)
     assert await cluster.controller.list_adapters() == []
