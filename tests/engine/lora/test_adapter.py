@@ -10,16 +10,24 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from adapters import adapter_digest, find_adapter_files
+from adapters import (
+    AdapterContent,
+    AdapterFiles,
+    adapter_digest,
+    find_adapter_files,
+    read_adapter,
+)
 from engine.config import LoRAConfig
 from engine.errors import InvalidAdapterError, UnsupportedAdapterError
 from engine.lora.adapter import LoRAAdapter, load_adapter
 from tests.engine.lora.peft_adapters import (
     PeftAdapter,
     make_adapter,
+    read_config,
     read_tensors,
     tiny_gpt2,
     tiny_llama,
+    write_config,
     write_tensors,
 )
 
@@ -265,3 +273,16 @@ def test_the_digest_of_the_request_is_verified(tmp_path: Path) -> None:
     write_tensors(tmp_path, {key: tensor * 2 for key, tensor in tensors.items()})
     with pytest.raises(InvalidAdapterError, match=f"not {digest} as registered"):
         load_adapter(registered, oracle.targets, LIMITS, torch.float32)
+
+
+def test_a_configuration_that_changes_while_it_is_read_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_late(files: AdapterFiles) -> AdapterContent:
+        write_config(tmp_path, {**read_config(tmp_path), "lora_alpha": 99})
+        return read_adapter(files)
+
+    oracle = make_adapter(tmp_path)
+    monkeypatch.setattr("engine.lora.adapter.read_adapter", read_late)
+    with pytest.raises(InvalidAdapterError, match=r"adapter_config\.json changed while"):
+        load(oracle)

@@ -1,5 +1,7 @@
 """Slots must hold exactly the adapter that was written last, and nothing of the one before."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -97,3 +99,15 @@ def test_modules_of_a_group_must_share_their_input() -> None:
     targets = ModelTargets({"a": LoRATarget("a", 4, 4), "b": LoRATarget("b", 5, 4)})
     with pytest.raises(ValueError, match="same input width"):
         LoRAWeights(targets, LIMITS, torch.float32, "cpu", groups=[("a", "b")])
+
+
+def test_a_write_that_fails_leaves_the_slot_empty(attention: PeftAdapter) -> None:
+    weights = LoRAWeights(attention.targets, LIMITS, torch.float32, "cpu")
+    adapter = load(attention)
+    weights.write_slot(0, adapter)
+    foreign = replace(adapter, modules={"nowhere": next(iter(adapter.modules.values()))})
+    with pytest.raises(KeyError):
+        weights.write_slot(0, foreign)
+    assert weights.slot_ranks == [0, 0, 0]
+    module = weights.module(QKV[0])
+    assert module is not None and not module.ranks.any()
