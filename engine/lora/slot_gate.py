@@ -10,9 +10,11 @@ it. Two rules bound that, both with the same time w (``max_wait_s``):
 * A slot is drained only after its adapter has held it for w, the longest holder first. This lets an
   adapter start all its waiting requests in one turn instead of one request per turn.
 
-So adapters take turns. With S slots that are not pinned, requests of equal priority and T the time
-the longest running request needs to end, the k-th waiting adapter gets a slot at the latest after
-ceil(k / S) * (w + T). The base model needs no slot and is never refused.
+So adapters take turns. A wait counts from the first pass that reaches the adapter: every earlier
+request then runs or waits for a slot too. With S slots that are not pinned, T the time the longest
+running request needs to end, and requests of equal priority, the k-th adapter that waits gets a
+slot at the latest after ceil(k / S) * (w + T). A larger w keeps batches fuller, a smaller one makes
+waits shorter. The base model needs no slot and is never refused.
 """
 
 from dataclasses import dataclass
