@@ -4,6 +4,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack
+from contextvars import Context
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -130,7 +131,7 @@ class RayBackend:
 
     async def _stream(self, request: GenerateRequest) -> AsyncGenerator[GenerationItem, None]:
         handle = self._replicas.options(stream=True, multiplexed_model_id=_name(request.adapter))
-        response = handle.generate.remote(request)
+        response = _call(handle, "generate", request)
         is_over, failure = False, None
         try:
             async for item in response:
@@ -151,12 +152,21 @@ class RayBackend:
     async def _ask(self, method: str, *args: object, adapter: str | None = None) -> Any:
         handle = self._replicas.options(multiplexed_model_id=_name(adapter))
         try:
-            answer = await getattr(handle, method).remote(*args)
+            answer = await _call(handle, method, *args)
         except Exception as error:
             raise _translated(error) from error
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+
+def _call(handle: DeploymentHandle, method: str, *args: object) -> Any:
+    """Call a method of a replica, under an id of its own.
+
+    Serve names a call after the HTTP request in whose context it is made, and its router keeps
+    waiting calls by that name: of several calls of one request all but one would wait for ever.
+    """
+    return Context().run(getattr(handle, method).remote, *args)
 
 
 def _name(adapter: str | None) -> str:
