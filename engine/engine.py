@@ -16,7 +16,7 @@ from adapters import LoRARequest
 from engine.adapter_set import AdapterSet
 from engine.cache.block_table import KVCacheManager
 from engine.config import EngineConfig
-from engine.errors import InvalidRequestError, PromptTooLongError, QueueFullError
+from engine.errors import EngineDeadError, InvalidRequestError, PromptTooLongError, QueueFullError
 from engine.model_runner import ModelRunner
 from engine.models.paged_model import PagedModel
 from engine.output_processor import OutputProcessor
@@ -70,6 +70,7 @@ class Engine:
         self._states: dict[RequestKey, SamplingState] = {}
         self._totals: Counter[str] = Counter()
         self.is_stalled = False
+        self._is_broken = False
 
     @property
     def has_work(self) -> bool:
@@ -149,8 +150,17 @@ class Engine:
         """Run one step and return what is new.
 
         Afterwards ``is_stalled`` says whether all requests wait for adapters' weights, so that
-        another step would be empty until a load has ended.
+        another step would be empty until a load has ended. A step that raises ends the engine: its
+        slots may no longer hold what the scheduler believes.
         """
+        if self._is_broken:
+            raise EngineDeadError("an earlier step failed; a new engine is needed")
+        self._is_broken = True
+        outputs = self._step()
+        self._is_broken = False
+        return outputs
+
+    def _step(self) -> list[RequestOutput]:
         outputs = self._fail_broken_adapters()
         scheduled = self._scheduler.schedule()
         self._totals["preemptions"] += len(scheduled.preempted)

@@ -9,6 +9,7 @@ import pytest
 from adapters import LoRARequest
 from engine import CacheConfig, Engine, EngineConfig, LoRAConfig, SamplingParams, SchedulerConfig
 from engine.errors import (
+    EngineDeadError,
     InvalidAdapterError,
     InvalidRequestError,
     PromptTooLongError,
@@ -248,3 +249,21 @@ def test_engine_without_lora_refuses_adapters_and_serves_the_base(
         engine.add_request("r", PROMPT, SamplingParams(), lora=lora)
     engine.add_request("r", PROMPT, SamplingParams(max_tokens=2, ignore_eos=True))
     assert run(engine)[-1].num_output_tokens == 2
+
+
+def test_failed_step_ends_the_engine(
+    checkpoint: Path, adapter_paths: dict[str, Path], executor: ThreadPoolExecutor
+) -> None:
+    engine = make_engine(checkpoint, executor)
+    lora = load(engine, adapter_paths["mlp"])
+    engine.add_request("r", PROMPT, SamplingParams(), lora=lora)
+
+    def fail(slot: int, digest: str) -> None:
+        raise MemoryError
+
+    assert engine.adapters is not None
+    engine.adapters.fill_slot = fail  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        run(engine)
+    with pytest.raises(EngineDeadError):
+        engine.step()
