@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
@@ -286,3 +287,28 @@ def test_a_configuration_that_changes_while_it_is_read_is_noticed(
     monkeypatch.setattr("engine.lora.adapter.read_adapter", read_late)
     with pytest.raises(InvalidAdapterError, match=r"adapter_config\.json changed while"):
         load(oracle)
+
+
+def test_a_compressed_pickle_is_refused_before_it_unpacks(tmp_path: Path) -> None:
+    oracle = make_adapter(tmp_path)
+    torch.save(read_tensors(tmp_path), tmp_path / "stored.bin")
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with (
+        ZipFile(tmp_path / "stored.bin") as stored,
+        ZipFile(tmp_path / "adapter_model.bin", "w", ZIP_DEFLATED) as packed,
+    ):
+        for member in stored.infolist():
+            packed.writestr(member.filename, stored.read(member))
+    with pytest.raises(InvalidAdapterError, match="compressed members"):
+        load_adapter(oracle.request, oracle.targets, LoRAConfig(allow_pickle=True), torch.float32)
+
+
+@pytest.mark.parametrize("padding", [1, 2, 3])
+def test_tensors_at_odd_addresses_are_read_exactly(tmp_path: Path, padding: int) -> None:
+    oracle = make_adapter(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    length = (end - 8 + padding).to_bytes(8, "little")
+    file.write_bytes(length + data[8:end] + b" " * padding + data[end:])
+    assert_same_deltas(load(oracle), oracle)
