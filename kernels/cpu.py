@@ -225,4 +225,7 @@ def apply_rope(
     cos    [T, D]         same dtype
     sin    [T, D]
     """
+    if query.dtype not in _DTYPES:
+        torch_ops.apply_rope(query, key, cos, sin)
+        return
     _extension.apply_rope(query, key, cos, sin)
