@@ -4,7 +4,7 @@ Shapes and types only. Ranges of sampling parameters are ``SamplingParams``'s bu
 and messages are taken apart in ``prompts.py``.
 """
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -32,6 +32,7 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class GenerationBody(Body):

@@ -62,6 +62,7 @@ REFUSED_CHAT: Refused = {
     "best_of": (1,),
     "function_call": ("none",),
     "functions": ([],),
+    "include_reasoning": (True,),
     "media_io_kwargs": ({},),
     "modalities": (["text"],),
     "prediction": _NEVER,

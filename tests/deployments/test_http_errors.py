@@ -63,6 +63,11 @@ async def client(backend: FakeBackend) -> AsyncIterator[Client]:
         ("truncate_prompt_tokens", 0, "truncate_prompt_tokens"),
         ("truncate_prompt_tokens", -2, "truncate_prompt_tokens"),
         ("stream_options", {"include_usage": True}, "stream_options"),
+        (
+            "stream_options",
+            {"include_obfuscation": True},
+            "body.stream_options.include_obfuscation",
+        ),
         ("max_tokens", "5", "body.max_tokens"),
         ("max_tokens", 5.0, "body.max_tokens"),
         ("max_tokens", True, "body.max_tokens"),
