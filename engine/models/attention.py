@@ -199,7 +199,7 @@ def _refuse_unknown(
     name = type(module).__name__
     if attention_mask is not None:
         raise UnsupportedModelError(f"{name} builds an attention mask of its own")
-    if not (kwargs.get("is_causal") is not False and getattr(module, "is_causal", True)):
+    if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise UnsupportedModelError(f"{name} is not causal")
     for argument, value in kwargs.items():
         if value is not None and argument not in _IGNORED_ARGUMENTS:

@@ -64,7 +64,7 @@ class Sequences:
         logits = model.forward(
             torch.cat(ids),
             torch.tensor([position for span in spans for position in span]),
-            self._batch(order, spans),
+            self.attention_batch(order, spans),
             _lora_batch(model, order, lengths, slots),
             torch.tensor(rows),
             _lora_batch(model, order, num_rows, slots),
@@ -73,7 +73,8 @@ class Sequences:
             self.done[i] += num_new[i]
         return dict(zip(order, logits.split(num_rows), strict=True))
 
-    def _batch(self, order: list[int], spans: list[range]) -> AttentionBatch:
+    def attention_batch(self, order: Sequence[int], spans: Sequence[range]) -> AttentionBatch:
+        """Describe a step in which sequence ``order[k]`` computes its positions ``spans[k]``."""
         # Entries past a sequence's context are undefined: no such block exists.
         tables = torch.full((len(order), max(map(len, self._blocks))), 10_000, dtype=torch.int32)
         slots = []
