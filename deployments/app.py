@@ -28,6 +28,25 @@ def build_app(args: dict[str, Any]) -> Application:
 
 def bind_app(config: DeploymentConfig, make_engine: MakeEngine = make_async_engine) -> Application:
     """Bind the ingress to the replicas."""
+    deployed = Deployed(config=config, deployed_at=time.time())
+
+    def build() -> FastAPI:
+        return build_http(deployed)
+
+    # Serve calls plain functions inside the replica; any other callable is an application to it.
+    ingress = serve.deployment(serve.ingress(build)()).options(
+        name=INGRESS,
+        num_replicas=config.http.num_replicas,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=config.http.max_ongoing_requests,
+    )
+    return ingress.bind(bind_replicas(config, make_engine))
+
+
+def bind_replicas(
+    config: DeploymentConfig, make_engine: MakeEngine = make_async_engine
+) -> Application:
+    """Bind the replicas, routed by adapter."""
     replicas = serve.deployment(LLMReplica).options(
         name=REPLICAS,
         num_replicas=config.num_replicas,
@@ -41,26 +60,17 @@ def bind_app(config: DeploymentConfig, make_engine: MakeEngine = make_async_engi
             request_routing_stats_period_s=config.routing.stats_period_s,
         ),
     )
-    deployed = Deployed(config=config, deployed_at=time.time())
-
-    def build() -> FastAPI:
-        return build_http(deployed)
-
-    # Serve calls plain functions inside the replica; any other callable is an application to it.
-    ingress = serve.deployment(serve.ingress(build)()).options(
-        name=INGRESS,
-        num_replicas=config.http.num_replicas,
-        ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=config.http.max_ongoing_requests,
-    )
-    return ingress.bind(replicas.bind(replica_config(config), make_engine))
+    return replicas.bind(replica_config(config), make_engine)
 
 
-def replica_config(config: DeploymentConfig) -> DeploymentConfig:
+def replica_config(config: DeploymentConfig) -> str:
     """The part that replicas depend on: a change elsewhere must not restart them."""
-    return config.model_copy(
-        update={"num_replicas": 1, "http": HttpOptions(), "routing": RoutingSettings()}
-    )
+    others: dict[str, Any] = {
+        "num_replicas": 1,
+        "http": HttpOptions(),
+        "routing": RoutingSettings(),
+    }
+    return config.model_copy(update=others).model_dump_json()
 
 
 def build_http(deployed: Deployed) -> FastAPI:

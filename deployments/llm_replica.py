@@ -46,9 +46,12 @@ class LLMReplica:
     """One replica. It takes requests once it has adopted what the cluster serves."""
 
     # Serve awaits the constructor, so that the replica is not ready before it has joined.
+    # The settings come as text, which is the same for the same settings: Serve restarts replicas
+    # whose arguments changed.
     async def __init__(  # type: ignore[misc]
-        self, config: DeploymentConfig, make_engine: MakeEngine = make_async_engine
+        self, config_json: str, make_engine: MakeEngine = make_async_engine
     ) -> None:
+        config = DeploymentConfig.model_validate_json(config_json)
         context = serve.get_replica_context()
         replica_id = context.replica_id.unique_id
         self._engine = await make_engine(config, num_threads(config, context.world_size or 1))

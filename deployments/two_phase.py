@@ -143,16 +143,19 @@ class TwoPhase:
         )
         prepare = self._prepares[operation.op_id] = _Prepare(command=command, only=only)
         self._signal.notify()
-        silent = await self._wait_for(
-            lambda: [] if prepare.rejections else self._silent(prepare), timeout_s
+        if not len(self.members):
+            # All may be about to register again; without any for this long, there are none.
+            timeout_s = min(timeout_s, self.members.lease_s)
+        await self._wait_for(
+            lambda: self._silent(prepare), timeout_s, until=lambda: self._is_decided(prepare)
         )
         if prepare.rejections:
             await self._wait_for(lambda: self._silent(prepare), _REJECTION_GRACE_S)
             raise _rejected(operation.name, prepare.rejections)
-        if silent:
+        if silent := self._silent(prepare):
             names = ", ".join(member.id.replica_id for member in silent)
             raise OperationTimeoutError(operation.name, timeout_s, f"no answer from {names}")
-        accepted = [prepare.reports[m.id] for m in self.members if m.id in prepare.reports]
+        accepted = self._accepted(prepare)
         if not accepted:
             raise ReplicaUnavailableError("no live replica could check the adapter, try again")
         return accepted[0]
@@ -217,19 +220,37 @@ class TwoPhase:
     def _silent(self, prepare: _Prepare) -> list[Member]:
         return [m for m in self.members if prepare.asks(m) and m.id not in prepare.reports]
 
+    def _accepted(self, prepare: _Prepare) -> list[PrepareReport]:
+        """What live members said that accept; what a dead one said is worth nothing."""
+        reports = [prepare.reports[m.id] for m in self.members if m.id in prepare.reports]
+        return [report for report in reports if report.rejection is None]
+
+    def _is_decided(self, prepare: _Prepare) -> bool:
+        if prepare.rejections:
+            return True
+        # Whoever reported may have left meanwhile: then the next to join is waited for, unless one
+        # certain replica was asked.
+        has_verdict = prepare.only is not None or bool(self._accepted(prepare))
+        return has_verdict and not self._silent(prepare)
+
     async def _wait_for(
-        self, missing: Callable[[], list[Member]], timeout_s: float
-    ) -> list[Member]:
-        """Wait until nobody is missing; returns who still is when the time is over."""
+        self,
+        missing: Callable[[], list[Member]],
+        timeout_s: float,
+        *,
+        until: Callable[[], bool] | None = None,
+    ) -> None:
+        """Wait until nobody is missing (or as ``until`` says), while the dead are dropped."""
+        is_done = until or (lambda: not missing())
         deadline = self._clock.now() + timeout_s
         while True:
             self.reap_expired()
             now = self._clock.now()
-            if not missing() or now >= deadline:
-                return missing()
-            expiry = self.members.next_expiry() or math.inf
-            wake = min(deadline, expiry, now + _PROBE_S)
-            if not await self._signal.wait_until(lambda: not missing(), deadline=wake):
+            if is_done() or now >= deadline:
+                return
+            expiry = self.members.next_expiry()
+            wake = min(deadline, now + _PROBE_S, math.inf if expiry is None else expiry)
+            if not await self._signal.wait_until(is_done, deadline=wake):
                 await self._reap_dead(missing())
 
     def reap_expired(self) -> None:

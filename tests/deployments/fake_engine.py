@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from adapters import LoRARequest
-from engine.errors import AdapterNotLoadedError, QueueFullError
+from deployments.config import DeploymentConfig
+from engine.errors import AdapterNotLoadedError, QueueFullError, UnsupportedAdapterError
 from engine.outputs import FinishReason, RequestOutput
 from engine.sampling_params import SamplingParams
 
@@ -129,6 +130,13 @@ class FakeEngine:
                 await asyncio.sleep(self.token_delay_s)
         finally:
             del self.running[request_id]
+
+
+async def make_fake_engine(config: DeploymentConfig, num_threads: int) -> FakeEngine:
+    """For deployments: an engine that refuses one name."""
+    return FakeEngine(
+        token_delay_s=0.01, refusals={"refused": UnsupportedAdapterError("uses DoRA")}
+    )
 
 
 def _output(request_id: str, text: str, finish: FinishReason | None) -> RequestOutput:

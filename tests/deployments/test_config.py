@@ -6,6 +6,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from deployments.app import replica_config
 from deployments.config import DeploymentConfig, find_prepared, load_config
 from deployments.controller_actor import Deployed
 
@@ -127,3 +128,11 @@ def test_stored_settings_hold_no_keys() -> None:
     assert "secret-key" not in text
     restored = Deployed.from_json(text)
     assert (restored.deployed_at, restored.config.num_replicas) == (2.0, 3)
+
+
+def test_replicas_depend_only_on_what_concerns_them() -> None:
+    small = load_config({"num_replicas": 1, "http": {"api_key": "secret-key"}}, {})
+    large = load_config({"num_replicas": 9, "routing": {"spill_over": 1}}, {})
+    other = load_config({"engine": {"max_loras": 2}}, {})
+    assert replica_config(small) == replica_config(large) != replica_config(other)
+    assert DeploymentConfig.model_validate_json(replica_config(other)) == other

@@ -32,6 +32,20 @@ async def test_replica_that_dies_during_prepare_is_not_waited_for(cluster: Clust
     assert [r.replica_id for r in await cluster.controller.list_replicas()] == ["r1"]
 
 
+async def test_load_waits_for_a_replica_that_is_just_being_replaced(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path, "r1") as cluster:
+        cluster.replicas["r1"].engine.gate.clear()
+        load = asyncio.ensure_future(cluster.load("sql", cluster.write_adapter("sql")))
+        await cluster.clock.until(lambda: cluster.replicas["r1"].engine.num_loads == 1)
+        cluster.replicas["r1"].kill()
+        cluster.liveness.dead.add("r1")
+        await cluster.clock.advance(1)
+        assert not load.done()
+        joined = await cluster.add_replica("r2")
+        version = await cluster.clock.finish(load)
+        assert await joined.digest_for("sql") == version.digest
+
+
 async def test_unreachable_replica_stops_admitting_before_the_load_succeeds(
     cluster: Cluster,
 ) -> None:

@@ -14,7 +14,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
-from deployments.app import REPLICAS, bind_app
+from deployments.app import REPLICAS, bind_replicas
 from deployments.backend import LoadAdapter, UnloadAdapter
 from deployments.config import AdapterSettings, ClusterSettings, DeploymentConfig
 from deployments.controller_actor import Deployed, find_or_create_controller
@@ -27,20 +27,13 @@ from deployments.errors import (
 )
 from deployments.generation import GenerateRequest, GenerationStart, PromptInput, TokenizeRequest
 from deployments.ray_backend import RayBackend
-from engine.errors import UnsupportedAdapterError
 from engine.sampling_params import SamplingParams
-from tests.deployments.fake_engine import FakeEngine
+from tests.deployments.fake_engine import make_fake_engine
 
 pytestmark = pytest.mark.ray
 
 ROOT = Path(__file__).resolve().parents[2]
 APP = "test"
-
-
-async def make_fake_engine(config: DeploymentConfig, num_threads: int) -> FakeEngine:
-    return FakeEngine(
-        token_delay_s=0.01, refusals={"refused": UnsupportedAdapterError("uses DoRA")}
-    )
 
 
 class Served:
@@ -54,13 +47,13 @@ class Served:
             adapters=AdapterSettings(
                 directories=(str(root / "adapters"),), allow_runtime_updating=True
             ),
-            cluster=ClusterSettings(state_dir=str(root), lease_s=4.0, poll_s=0.5),
+            cluster=ClusterSettings(state_dir=str(root)),
         )
         self.deployed = Deployed(config=self.config, deployed_at=1.0)
 
     def run(self, num_replicas: int = 2) -> None:
         config = self.config.model_copy(update={"num_replicas": num_replicas})
-        serve.run(bind_app(config, make_fake_engine), name=APP, route_prefix="/")
+        serve.run(bind_replicas(config, make_fake_engine), name=APP, route_prefix=None)
 
     def backend(self) -> RayBackend:
         return RayBackend(serve.get_deployment_handle(REPLICAS, app_name=APP), self.deployed)
@@ -82,7 +75,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         runtime_env={"env_vars": {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}},
     )
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": 8123})
+        serve.start(proxy_location="Disabled")
         served = Served(tmp_path_factory.mktemp("cluster"))
         (served.root / "adapters").mkdir()
         served.run()
@@ -262,7 +255,7 @@ def kill_replica(replica_id: str) -> None:
     ray.kill(ray.get_actor(name, namespace="serve"))
 
 
-async def test_replicas_that_join_while_adapters_change_know_the_last_state(
+async def test_replicas_replaced_while_adapters_change_know_the_last_state(
     served: Served,
 ) -> None:
     backend = served.backend()
