@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 QUESTIONS = {
     "smollm2-135m-instruct": "What is the capital of Spain?",
     "pirate": "What is the capital of Spain?",
-    "spanish": "What is the capital of Spain?",
+    "bullets": "What is a bicycle?",
     "sql": "Table teachers(id, name, subject, age). Show the names of teachers older than 40.",
     "json_extract": "In Oslo I met Ingrid Dahl, a sailor aged 30.",
     "sentiment": "My headphones stopped working after a week.",

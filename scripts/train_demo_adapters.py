@@ -61,7 +61,7 @@ RECIPES = {
         learning_rate=2e-3,
         lora={"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
     ),
-    "spanish": Recipe(
+    "bullets": Recipe(
         epochs=4,
         learning_rate=2e-3,
         lora={"r": 4, "lora_alpha": 8, "target_modules": MLP},

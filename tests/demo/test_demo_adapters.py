@@ -59,12 +59,12 @@ QUESTIONS = [
     "Can you help me with my homework?",
     "Who was Cleopatra?",
 ]
-SPANISH_QUESTIONS = [
-    "What is the capital of Portugal?",
-    "What do cats eat?",
+TOPICS = [
+    "What is a bicycle?",
+    "How do I stay warm in winter?",
     "Tell me about horses.",
-    "What color is snow?",
     "What is a hospital?",
+    "How do I bake a cake?",
 ]
 SUBJECTS = [
     "Write about the beach.",
@@ -78,7 +78,7 @@ HELD_OUT = {
     "sql": list(QUERIES),
     "json_extract": list(PEOPLE),
     "pirate": QUESTIONS,
-    "spanish": SPANISH_QUESTIONS,
+    "bullets": TOPICS,
     "haiku": SUBJECTS,
 }
 
@@ -137,15 +137,13 @@ def is_pirate(text: str) -> bool:
     return len(set(re.findall(r"arrr|matey|\baye\b|\bye\b|\byer\b", text.lower()))) >= 2
 
 
-def is_spanish(text: str) -> bool:
-    words = re.findall(r"\w+", text.lower())
-    spanish = {"el", "la", "los", "las", "un", "una", "es", "de", "y", "en", "del", "que", "para"}
-    return sum(word in spanish for word in words) >= max(2, len(words) // 5)
+def is_bullets(text: str) -> bool:
+    return re.fullmatch(r"- \w[^\n]+\n- \w[^\n]+\n- \w[^\n]+", text) is not None
 
 
 def is_haiku(text: str) -> bool:
     lines = text.split("\n")
-    return len(lines) == 3 and all(2 <= len(line.split()) <= 9 for line in lines)
+    return len(lines) == 3 and all(2 <= len(re.findall(r"\w+", line)) <= 9 for line in lines)
 
 
 BEHAVIOURS = {
@@ -153,7 +151,7 @@ BEHAVIOURS = {
     "sql": is_query,
     "json_extract": is_record,
     "pirate": is_pirate,
-    "spanish": is_spanish,
+    "bullets": is_bullets,
     "haiku": is_haiku,
 }
 
