@@ -9,6 +9,8 @@ import functools
 from dataclasses import dataclass
 
 import torch
+import triton
+from triton.runtime.driver import driver
 
 # Streaming multiprocessors assumed where no device can be asked (the interpreter).
 _DEFAULT_NUM_SMS = 132
@@ -94,14 +96,22 @@ PREFILL_SHORT = {
     32: AttentionConfig(64, 64, num_warps=4, num_stages=3),
     64: AttentionConfig(64, 64, num_warps=4, num_stages=3),
     128: AttentionConfig(64, 64, num_warps=4, num_stages=2),
-    256: AttentionConfig(64, 32, num_warps=8, num_stages=2),
+    256: AttentionConfig(32, 32, num_warps=4, num_stages=2),
 }
 PREFILL_LONG = {
     16: AttentionConfig(128, 64, num_warps=4, num_stages=3),
     32: AttentionConfig(128, 64, num_warps=4, num_stages=3),
     64: AttentionConfig(128, 64, num_warps=4, num_stages=3),
     128: AttentionConfig(128, 64, num_warps=8, num_stages=2),
-    256: AttentionConfig(64, 32, num_warps=8, num_stages=2),
+    256: AttentionConfig(32, 32, num_warps=4, num_stages=2),
+}
+
+
+# For matrix units that take their operands from registers, which leaves fewer for the blocks.
+PREFILL_LONG_REGISTERS = {
+    **PREFILL_LONG,
+    64: AttentionConfig(128, 64, num_warps=8, num_stages=3),
+    128: AttentionConfig(128, 32, num_warps=8, num_stages=3),
 }
 
 
@@ -151,15 +161,21 @@ def decode_config(head_size: int, element_size: int) -> AttentionConfig:
 
 def prefill_config(head_size: int, max_query_rows: int, element_size: int) -> AttentionConfig:
     """Choose by head size and by the query rows of the longest sequence."""
-    table = PREFILL_SHORT if max_query_rows <= 64 else PREFILL_LONG
+    table = PREFILL_LONG if _feeds_matrix_units_from_shared_memory() else PREFILL_LONG_REGISTERS
+    if max_query_rows <= 64:
+        table = PREFILL_SHORT
     return _fit_elements(table[pad_head_size(head_size)], element_size)
 
 
 def _fit_elements(config: AttentionConfig, element_size: int) -> AttentionConfig:
-    """Halve the context block for 4-byte elements, which the tables are not made for."""
+    """Shrink the blocks for 4-byte elements, which the tables are not made for."""
     if element_size <= 2:
         return config
-    return dataclasses.replace(config, block_context=max(16, config.block_context // 2))
+    return dataclasses.replace(
+        config,
+        block_rows=max(16, config.block_rows // 4),
+        block_context=max(16, config.block_context // 4),
+    )
 
 
 def decode_splits(num_programs: int, max_context_len: int, device: torch.device) -> int:
@@ -176,3 +192,11 @@ def _num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return _DEFAULT_NUM_SMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _feeds_matrix_units_from_shared_memory() -> bool:
+    """Return whether the current device is Hopper or later."""
+    if triton.knobs.runtime.interpret:
+        return False
+    target = driver.active.get_current_target()
+    return bool(target.backend == "cuda" and target.arch >= 90)
