@@ -1,0 +1,1 @@
+"""Programs that measure: each writes JSON rows that carry the set-up they were taken with."""

@@ -1,0 +1,207 @@
+"""The ops with the shapes of a real model's serving step, and what each must move and compute.
+
+Knows the contracts of ``kernels.ops``. Knows nothing of time.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kernels import ops
+from kernels.backend import Backend
+from kernels.metadata import AttentionBatch, LoRABatch
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a model that the ops see."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+
+
+SMALL_MODEL = ModelShape("135M", 576, 1536, 9, 3, 64)
+LARGE_MODEL = ModelShape("8B", 4096, 14336, 32, 8, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class OpCase:
+    """One call of an op. `num_bytes` counts each byte that must be read or written once."""
+
+    op: str
+    shape: str
+    args: tuple[Any, ...]
+    num_bytes: int
+    flops: int
+    changed: tuple[int, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, backend: Backend | None = None) -> object:
+        """Call the op."""
+        function: Callable[..., object] = getattr(ops, self.op)
+        return function(*self.args, backend=backend, **self.options)
+
+    def outputs(self, backend: Backend | None = None, *, wide: bool = False) -> list[torch.Tensor]:
+        """Call the op on copies of what it changes and return its results.
+
+        With `wide` the arguments are float64.
+        """
+        args = tuple(
+            _copy(arg, wide=wide, change=index in self.changed)
+            for index, arg in enumerate(self.args)
+        )
+        function: Callable[..., object] = getattr(ops, self.op)
+        result = function(*args, backend=backend, **self.options)
+        found = [args[index] for index in self.changed] or [result]
+        return [tensor for value in found for tensor in _tensors(value)]
+
+
+def _copy(value: Any, *, wide: bool, change: bool) -> Any:
+    if isinstance(value, list):
+        return [_copy(item, wide=wide, change=change) for item in value]
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.to(torch.float64 if wide else value.dtype, copy=change)
+    return value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return value if isinstance(value, list) else [value]
+
+
+class CaseBuilder:
+    """Makes cases of one model's shape, dtype and device from a seeded generator."""
+
+    def __init__(self, model: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+        self.model = model
+        self.dtype = dtype
+        self.device = device
+        self._generator = torch.Generator(device=device).manual_seed(0)
+
+    def dense(self, num_tokens: int) -> Iterator[OpCase]:
+        """Yield the ops that every token passes outside attention and LoRA."""
+        model, size = self.model, self.dtype.itemsize
+        x = self._random(num_tokens, model.hidden)
+        weight = self._random(model.intermediate, model.hidden) / model.hidden**0.5
+        gate, up = self._random(2, num_tokens, model.intermediate)
+        shape = f"{model.name} tokens={num_tokens}"
+        products = num_tokens * weight.numel()
+        moved = x.numel() + weight.numel() + gate.numel()
+        yield OpCase("linear", shape, (x, weight), moved * size, 2 * products)
+        args = (x, self._random(model.hidden), 1e-5)
+        yield OpCase("rms_norm", shape, args, 2 * x.numel() * size, 4 * x.numel())
+        yield OpCase("silu_and_mul", shape, (gate, up), 3 * gate.numel() * size, 5 * gate.numel())
+
+    def store(self, num_tokens: int) -> OpCase:
+        """Return a write of `num_tokens` keys and values to scattered positions."""
+        key, value = self._random(2, num_tokens, self.model.num_kv_heads, self.model.head_size)
+        caches = self._caches(-(-num_tokens // BLOCK_SIZE))
+        mapping = torch.randperm(num_tokens, generator=self._generator, device=self.device)
+        num_bytes = 4 * key.numel() * self.dtype.itemsize + mapping.numel() * 8
+        args = (key, value, *caches, mapping)
+        return OpCase(
+            "store_kv", f"{self.model.name} tokens={num_tokens}", args, num_bytes, 0, (2, 3)
+        )
+
+    def decode(self, num_sequences: int, context: int, **options: Any) -> OpCase:
+        """Return decodes that share one context length."""
+        return self._attention("paged_decode", num_sequences, 1, context, options)
+
+    def prefill(self, num_sequences: int, query_len: int, context: int, **options: Any) -> OpCase:
+        """Return chunks of `query_len` new tokens at the end of their contexts."""
+        return self._attention("paged_prefill", num_sequences, query_len, context, options)
+
+    def _attention(
+        self, op: str, num_sequences: int, query_len: int, context: int, options: dict[str, Any]
+    ) -> OpCase:
+        model = self.model
+        blocks = -(-context // BLOCK_SIZE)
+        order = torch.randperm(
+            num_sequences * blocks, generator=self._generator, device=self.device
+        )
+        lengths = torch.arange(num_sequences + 1, dtype=torch.int32, device=self.device)
+        batch = AttentionBatch(
+            query_starts=lengths * query_len,
+            context_lens=torch.full_like(lengths[1:], context),
+            block_tables=order.view(num_sequences, blocks).to(torch.int32),
+            slot_mapping=torch.full((num_sequences * query_len,), -1, device=self.device),
+            num_decodes=num_sequences if op == "paged_decode" else 0,
+            max_query_len=query_len,
+            max_context_len=context,
+        )
+        query = self._random(num_sequences * query_len, model.num_heads, model.head_size)
+        window = options.get("window") or context
+        # Query i from the end of a chunk sees i positions less, and no more than the window.
+        seen = sum(min(window, context - index) for index in range(query_len))
+        span = min(context, window + query_len - 1)
+        kv_numel = 2 * num_sequences * span * model.num_kv_heads * model.head_size
+        notes = "".join(f" {name}={value}" for name, value in options.items())
+        return OpCase(
+            op,
+            f"{model.name} sequences={num_sequences} new={query_len} context={context}{notes}",
+            (query, *self._caches(num_sequences * blocks), batch),
+            (kv_numel + 2 * query.numel()) * self.dtype.itemsize,
+            4 * num_sequences * seen * model.num_heads * model.head_size,
+            options={"scale": model.head_size**-0.5, **options},
+        )
+
+    def lora(self, segments: Sequence[tuple[int, int]], rank: int) -> Iterator[OpCase]:
+        """Yield shrink and apply of the attention's three projections; segments (slot, tokens)."""
+        model, size = self.model, self.dtype.itemsize
+        batch = self._lora_batch(segments, rank)
+        num_slots = max(slot for slot, _ in segments) + 1
+        widths = [model.num_heads * model.head_size] + [model.num_kv_heads * model.head_size] * 2
+        num_tokens = batch.token_slots.shape[0]
+        x = self._random(num_tokens, model.hidden)
+        lora_a = self._random(3, num_slots, rank, model.hidden) / model.hidden**0.5
+        lora_b = [self._random(num_slots, rank, width) / rank**0.5 for width in widths]
+        ys = [self._random(num_tokens, width) for width in widths]
+        ranks = torch.full((3, num_slots), rank, dtype=torch.int32, device=self.device)
+        shape = (
+            f"{model.name} tokens={num_tokens} adapters={batch.num_active} "
+            f"longest={batch.max_segment_len} rank={rank}"
+        )
+        adapted = sum(length for slot, length in segments if slot >= 0)
+        shrink_bytes = (
+            adapted * model.hidden + batch.num_active * 3 * rank * model.hidden
+        ) * size + 3 * adapted * rank * 4
+        shrink_flops = 2 * adapted * 3 * rank * model.hidden
+        args = (x, lora_a, ranks, batch)
+        yield OpCase("lora_shrink", shape, args, shrink_bytes, shrink_flops)
+        expand_bytes = (batch.num_active * rank + 2 * adapted) * sum(widths) * size
+        yield OpCase(
+            "lora_apply",
+            shape,
+            (x, lora_a, lora_b, ranks, batch, ys),
+            shrink_bytes - 3 * adapted * rank * 4 + expand_bytes,
+            shrink_flops + 2 * adapted * rank * sum(widths),
+            (5,),
+        )
+
+    def _lora_batch(self, segments: Sequence[tuple[int, int]], rank: int) -> LoRABatch:
+        lengths = torch.tensor([length for _, length in segments], dtype=torch.int32)
+        slots = torch.tensor([slot for slot, _ in segments], dtype=torch.int32)
+        starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0).to(torch.int32)])
+        return LoRABatch(
+            token_slots=slots.repeat_interleave(lengths.long()).to(self.device),
+            segment_starts=starts.to(self.device),
+            segment_slots=slots.to(self.device),
+            max_segment_len=int(lengths.max()),
+            max_active_rank=rank,
+            num_active=len({slot for slot, _ in segments if slot >= 0}),
+        )
+
+    def _caches(self, num_blocks: int) -> list[torch.Tensor]:
+        shape = (num_blocks, BLOCK_SIZE, self.model.num_kv_heads, self.model.head_size)
+        return [self._random(*shape), self._random(*shape)]
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        values = torch.randn(shape, generator=self._generator, device=self.device)
+        return values.to(self.dtype)
