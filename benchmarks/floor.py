@@ -1,111 +1,41 @@
-"""How long a device must take at least: measured rates that times of ops are compared with.
+"""The floor of a decode step: bytes that it must read over the measured read bandwidth."""
 
-Knows devices and clocks. Knows nothing of ops.
-"""
-
-import dataclasses
-import platform
-import statistics
+import json
+import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 
-_MIN_ROUNDS = 3
-_MAX_ROUNDS = 50
-# The copied buffer must not fit any cache.
-_COPY_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
-_MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
+_DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Machine:
-    """The set-up of a measurement, with the two rates that bound every op."""
-
-    device: str
-    device_name: str
-    num_threads: int
-    torch_version: str
-    triton_version: str
-    dtype: str
-    copy_bytes_per_s: float
-    matmul_flops_per_s: float
-
-    def floor_s(self, num_bytes: int, flops: int) -> float:
-        """Return the least time for moving these bytes and doing these operations."""
-        return max(num_bytes / self.copy_bytes_per_s, flops / self.matmul_flops_per_s)
+def read_bandwidth() -> float:
+    """Bytes a second of reading memory that is in no cache: the fastest of several passes."""
+    values = torch.ones(256 << 20, dtype=torch.int8).view(torch.int64)
+    times = []
+    for _ in range(9):
+        start = time.perf_counter()
+        values.sum()
+        times.append(time.perf_counter() - start)
+    return values.nbytes / min(times)
 
 
-def default_device() -> torch.device:
-    """Return the GPU if there is one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def weight_bytes(model: Path) -> int:
+    """Bytes of a checkpoint's weights. A tied embedding is there once, and read by the head."""
+    total = 0
+    for path in model.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in list(file.keys()):
+                tensor = file.get_slice(name)
+                total += math.prod(tensor.get_shape()) * _DTYPE_BYTES[tensor.get_dtype()]
+    return total
 
 
-def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Measure the device's copy bandwidth and its rate of matrix products in `dtype`."""
-    import triton
-
-    source = torch.ones(_COPY_BYTES[device.type], dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copy_s = time_call(lambda: target.copy_(source), device)
-    size = _MATMUL_SIZE[device.type]
-    left = torch.randn(size, size, device=device).to(dtype)
-    matmul_s = time_call(lambda: torch.mm(left, left), device)
-    return Machine(
-        device=device.type,
-        device_name=_device_name(device),
-        num_threads=torch.get_num_threads(),
-        torch_version=torch.__version__,
-        triton_version=triton.__version__,
-        dtype=str(dtype).removeprefix("torch."),
-        copy_bytes_per_s=2 * source.numel() / copy_s,
-        matmul_flops_per_s=2 * size**3 / matmul_s,
-    )
-
-
-def time_call(call: Callable[[], object], device: torch.device, budget_s: float = 0.5) -> float:
-    """Return the median seconds of a call, after one to warm up; about `budget_s` in all.
-
-    On a GPU the time between two events on the stream, with the second-level cache flushed before.
-    """
-    call()
-    timer = _gpu_timer(device) if device.type == "cuda" else _cpu_time
-    samples = [timer(call)]
-    rounds = min(max(int(budget_s / max(samples[0], 1e-9)), _MIN_ROUNDS), _MAX_ROUNDS)
-    samples += [timer(call) for _ in range(rounds - 1)]
-    return statistics.median(samples)
-
-
-def _cpu_time(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def _gpu_timer(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device=device)
-
-    def timed(call: Callable[[], object]) -> float:
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        # The flush also keeps the device busy while the host prepares the launch.
-        flush.zero_()
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
-
-    return timed
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+def kv_bytes(model: Path, batch: int, context: int) -> int:
+    """Bytes of keys and values that one decode step reads from a 16-bit cache."""
+    config = json.loads((model / "config.json").read_text())
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    per_token = 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
+    return int(per_token) * batch * context

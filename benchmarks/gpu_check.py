@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from benchmarks import kernels as kernel_benchmark
-from benchmarks.floor import Machine, measure_machine
 from benchmarks.kernel_cases import LARGE_MODEL, CaseBuilder, ModelShape, OpCase
+from benchmarks.rates import Machine, measure_machine
 
 Findings = dict[str, Any]
 
