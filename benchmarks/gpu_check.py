@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import kernels as kernel_benchmark
 from benchmarks.kernel_cases import LARGE_MODEL, CaseBuilder, ModelShape, OpCase
-from benchmarks.rates import Machine, measure_machine
+from benchmarks.machine import Machine, measure_machine
 
 Findings = dict[str, Any]
 

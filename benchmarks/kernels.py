@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernel_cases import LARGE_MODEL, SMALL_MODEL, CaseBuilder, OpCase
-from benchmarks.rates import Machine, default_device, measure_machine, time_call
+from benchmarks.machine import Machine, default_device, measure_machine, time_call
 from kernels.backend import Backend, is_available
 
 CPU_BACKENDS: tuple[Backend, ...] = ("cpu", "torch")
