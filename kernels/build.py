@@ -30,8 +30,8 @@ SOURCE_DIR = Path(__file__).resolve().parent / "csrc"
 
 # Contracting a * b + c to one instruction is the compiler's default and wanted here; nothing that
 # changes results beyond it (-ffast-math) is.
-_COMMON_FLAGS = ("-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
-_KERNEL_FLAGS = (*_COMMON_FLAGS, "-std=c++17", "-fno-math-errno", "-fno-trapping-math")
+_COMMON_FLAGS = ("-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
+_KERNEL_FLAGS = (*_COMMON_FLAGS, "-O3", "-std=c++17", "-fno-math-errno", "-fno-trapping-math")
 # -fopenmp turns on torch's own thread pool in its headers. It is left out when linking: torch has
 # loaded its OpenMP runtime already, and a second one would fight it for the cores.
 _MODULE_FLAGS = (*_COMMON_FLAGS, "-O1", "-std=c++20", "-fopenmp")
@@ -64,7 +64,6 @@ def units(machine: str) -> tuple[Unit, ...]:
     return module, avx512, avx2, portable
 
 
-@functools.cache
 def extension_path() -> Path:
     """Return where the extension for this very source, torch and Python lies once it is built."""
     digest = hashlib.sha256()

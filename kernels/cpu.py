@@ -1,8 +1,8 @@
 """The CPU ops in C++, and where they hand over to torch.
 
-Loads the extension that ``python -m kernels.build`` made for this very source and torch, if there is
-one; never builds. Callers look at `available` first. Knows which dtypes the extension takes: others
-run on torch. The signatures are those of ``kernels.ops``.
+Loads the extension that ``python -m kernels.build`` made for this very source and torch, if there
+is one; never builds. Callers look at `available` first. Knows which dtypes the extension takes:
+others run on torch. The signatures are those of ``kernels.ops``.
 
 Results are repeatable and independent of the number of threads. In `linear`, `rms_norm`,
 `silu_and_mul` and `lora_apply` a row's result does not depend on the rows beside it, in
@@ -69,7 +69,7 @@ def available() -> bool:
 
 
 def supported_isas() -> list[str]:
-    """Return the instruction sets that this CPU runs, slowest first; the last one is the default."""
+    """Return the instruction sets that this CPU runs, slowest first; the last is the default."""
     names: list[str] = _extension.supported_isas()
     return names
 
@@ -94,14 +94,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def linear_multi(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None] = (),
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor]:
-    """Return `linear` of one input for several weights, in one call."""
+    """Return `linear` of one input for each weight, in one call."""
     if x.dtype not in _DTYPES or x.dim() != 2 or _prefers_torch(x):
-        padded = biases or [None] * len(weights)
-        return [torch_ops.linear(x, w, b) for w, b in zip(weights, padded, strict=True)]
+        return torch_ops.linear_multi(x, weights, biases)
     results: list[torch.Tensor] = _extension.linear_multi(x, weights, biases)
     return results
 

@@ -69,9 +69,10 @@ LF_INLINE void for_each_attention_task(const AttentionArgs& args, const Visit& v
     for (i64 token = 0; token < tokens; token += shape.tile_tokens) {
       i64 count = min(shape.tile_tokens, tokens - token);
       i64 position = first_position(args, sequence) + token;
-      i64 begin = max(0, position + 1 - args.window), end = position + count;
+      i64 begin = max(0, position + 1 - args.window), end = max(begin, position + count);
       i64 step = tokens <= shape.tile_tokens ? kSplit : end + kSplit;
-      i64 first = begin / step, splits = ceil_div(end, step) - first;
+      // An empty context is one empty range, whose outputs are zeros.
+      i64 first = begin / step, splits = max(1, ceil_div(end, step) - first);
       for (i64 head = 0; head < args.kv_heads; ++head) {
         for (i64 split = first; split < first + splits; ++split) {
           visit(AttentionTask{sequence, head, token, count, max(begin, split * step),
@@ -169,23 +170,22 @@ static void mix_values(i64 rows, const float* weights, const T* const* values, i
   if (rows == 1) mix_rows<1>(weights, values, n, head_dim, acc, width);
 }
 
-// One chunk of the context for all rows of a tile. T is the type of the keys and values given.
+// Softmax over one chunk's scores for all rows of a tile, and its values added to the outputs.
 template <class T>
-static void attend_chunk(const AttentionArgs& args, const AttentionTask& task, i64 group,
-                         const float* query, i64 width, const T* const* keys,
-                         const T* const* values, i64 head_dim, i64 begin, i64 n,
-                         const RowStates& states) {
-  i64 rows = task.num_tokens * group;
-  float* scores = scratch_array<float>(Scratch::scores, rows * kChunk);
-  dot_rows(rows, query, width, keys, n, head_dim, scores, kChunk);
+static void mix_chunk(const AttentionArgs& args, const AttentionTask& task, float* scores,
+                      const T* const* values, i64 head_dim, i64 begin, i64 n,
+                      const RowStates& states) {
+  TileShape shape = tile_shape(args);
+  i64 rows = task.num_tokens * shape.group;
   i64 position = first_position(args, task.sequence) + task.first_token;
   for (i64 row = 0; row < rows; ++row) {
-    i64 high = position + row / group + 1;
+    i64 high = position + row / shape.group + 1;
     i64 low = max(0, high - args.window);
     update_softmax(args, scores + row * kChunk, n, min(n, low - begin), min(n, high - begin),
-                   states.acc + row * width, width, states.maxima[row], states.sums[row]);
+                   states.acc + row * shape.width, shape.width, states.maxima[row],
+                   states.sums[row]);
   }
-  mix_values(rows, scores, values, n, head_dim, states.acc, width);
+  mix_values(rows, scores, values, n, head_dim, states.acc, shape.width);
 }
 
 template <class T>
@@ -194,7 +194,7 @@ struct ChunkPointers {
   const T* values[kChunk];
 };
 
-// Pointers to the keys and values of context positions [begin, begin + n), padded to whole tiles.
+// Pointers to the keys and values of context positions [begin, begin + n), keys padded to whole tiles.
 template <class T>
 LF_INLINE void locate_chunk(const AttentionArgs& args, const AttentionTask& task, i64 begin, i64 n,
                             ChunkPointers<T>& pointers) {
@@ -209,44 +209,68 @@ LF_INLINE void locate_chunk(const AttentionArgs& args, const AttentionTask& task
   for (i64 j = n; j < round_up(n, kTileOuts); ++j) pointers.keys[j] = pointers.keys[0];
 }
 
+// Few rows read keys and values where they lie.
+template <class T>
+static void attend_direct(const AttentionArgs& args, const AttentionTask& task, const float* query,
+                          const ChunkPointers<T>& pointers, i64 begin, i64 n,
+                          const RowStates& states) {
+  TileShape shape = tile_shape(args);
+  i64 rows = task.num_tokens * shape.group;
+  float* scores = scratch_array<float>(Scratch::scores, rows * kChunk);
+  auto keys_at = [&](i64 j) {
+    WeightRows<T> source = {{}, args.head_dim, 0};
+    for (int i = 0; i < kTileOuts; ++i) source.rows[i] = pointers.keys[j + i];
+    return source;
+  };
+  dot_rows(rows, query, shape.width, n, keys_at, scores, kChunk);
+  mix_chunk(args, task, scores, pointers.values, args.head_dim, begin, n, states);
+}
+
+// Many rows share keys and values converted once.
+template <class T>
+static void attend_staged(const AttentionArgs& args, const AttentionTask& task, const float* query,
+                          const ChunkPointers<T>& pointers, i64 begin, i64 n,
+                          const RowStates& states) {
+  TileShape shape = tile_shape(args);
+  i64 rows = task.num_tokens * shape.group, width = shape.width;
+  float* scores = scratch_array<float>(Scratch::scores, rows * kChunk);
+  float* keys = scratch_array<float>(Scratch::weights, 2 * kChunk * width);
+  float* values = keys + kChunk * width;
+  const float* value_rows[kChunk];
+  for (i64 j = 0; j < n; ++j) {
+    stage_in_panel(pointers.keys[j], args.head_dim, j % kTileOuts, kTileOuts,
+                   keys + j / kTileOuts * kTileOuts * width);
+    stage_row(pointers.values[j], args.head_dim, values + j * width);
+    value_rows[j] = values + j * width;
+  }
+  auto keys_at = [&](i64 j) { return WeightPanel{keys + j * width, width}; };
+  dot_rows(rows, query, width, n, keys_at, scores, kChunk);
+  mix_chunk(args, task, scores, value_rows, width, begin, n, states);
+}
+
 template <class T>
 static void attend(const AttentionArgs& args, const AttentionTask& task, const RowStates& states) {
   TileShape shape = tile_shape(args);
-  i64 rows = task.num_tokens * shape.group, width = shape.width;
-  bool stage = rows > kTileRows;
-  float* query = scratch_array<float>(Scratch::rows, rows * width);
-  float* staged = scratch_array<float>(Scratch::weights, 2 * kChunk * width);
+  i64 rows = task.num_tokens * shape.group;
+  float* query = scratch_array<float>(Scratch::rows, rows * shape.width);
   i64 token = args.query_starts[task.sequence] - args.query_starts[args.first_sequence] +
               task.first_token;
+  auto row_at = [&](i64 row) {
+    return static_cast<const T*>(args.query) + (token + row / shape.group) * args.query_token_stride +
+           (task.kv_head * shape.group + row % shape.group) * args.query_head_stride;
+  };
+  stage_panels(rows, args.head_dim, row_at, query);
   for (i64 row = 0; row < rows; ++row) {
-    const T* source = static_cast<const T*>(args.query) +
-                      (token + row / shape.group) * args.query_token_stride +
-                      (task.kv_head * shape.group + row % shape.group) * args.query_head_stride;
-    stage_row(source, args.head_dim, query + row * width);
     states.maxima[row] = kMinusInfinity;
     states.sums[row] = 0;
   }
-  __builtin_memset(states.acc, 0, rows * width * sizeof(float));
+  __builtin_memset(states.acc, 0, rows * shape.width * sizeof(float));
+  auto attend_chunk = rows <= kTileRows ? attend_direct<T> : attend_staged<T>;
   ChunkPointers<T> pointers;
-  ChunkPointers<float> staged_pointers;
-  for (i64 j = 0; j < kChunk; ++j) {
-    staged_pointers.keys[j] = staged + j * width;
-    staged_pointers.values[j] = staged + (kChunk + j) * width;
-  }
   for (i64 begin = task.begin; begin < task.end;) {
     i64 n = min(task.end, (begin / kChunk + 1) * kChunk) - begin;
     locate_chunk(args, task, begin, n, pointers);
-    if (stage) {
-      for (i64 j = 0; j < n; ++j) {
-        stage_row(pointers.keys[j], args.head_dim, staged + j * width);
-        stage_row(pointers.values[j], args.head_dim, staged + (kChunk + j) * width);
-      }
-      attend_chunk(args, task, shape.group, query, width, staged_pointers.keys,
-                   staged_pointers.values, width, begin, n, states);
-    } else {
-      attend_chunk(args, task, shape.group, query, width, pointers.keys, pointers.values,
-                   args.head_dim, begin, n, states);
-    }
+    attend_chunk(args, task, query, pointers, begin, n, states);
     begin += n;
   }
 }

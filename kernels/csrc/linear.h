@@ -1,16 +1,15 @@
 // linear: y = x @ weight.T + bias, weights read where they lie, in the model's own layout.
 //
-// A task is a block of rows times a range of outputs of one target. Few rows use the weights straight
-// from memory; with more rows a few weight rows at a time are converted to float32 in L1 first. Both
-// ways add in the same order, so a row's result does not depend on the other rows.
+// A task is a block of rows times a range of outputs of one target. Weights become float32 in registers.
 #pragma once
 
 #include "tiles.h"
 
 namespace lorafleet::LF_ISA {
 
-constexpr i64 kRowBlock = 48;
-constexpr i64 kStagedWeightBytes = 24 * 1024;
+constexpr i64 kRowBlock = 96;
+// Tiles of rows that share four rows of weights while those are in L1.
+constexpr i64 kTileGroup = 3;
 constexpr i64 kMaxChunk = 256;
 
 struct LinearPlan {
@@ -40,47 +39,28 @@ static LinearPlan plan_linear(const LinearArgs& args, i64 element_size) {
   return plan;
 }
 
-// Four row pointers starting at `first`; past `count` they repeat, and their sums are not used.
+// out[r, n] = x[r] . weight[n], x given as panels, weights read straight from memory. `out` has room for
+// outs rounded up to kTileOuts.
 template <class T>
-LF_INLINE void tile_pointers(const T* rows, i64 stride, i64 first, i64 count,
-                             const T* (&pointers)[kTileOuts]) {
-  LF_UNROLL for (int n = 0; n < kTileOuts; ++n) {
-    pointers[n] = rows + min(first + n, count - 1) * stride;
-  }
-}
-
-template <class T>
-static void linear_direct(const float* x, i64 x_stride, i64 rows, const T* weight, i64 stride,
-                          i64 outs, i64 in, float* out, i64 out_stride) {
-  for (i64 n = 0; n < outs; n += kTileOuts) {
-    const T* pointers[kTileOuts];
-    tile_pointers(weight, stride, n, outs, pointers);
-    dot_tile(rows, x, x_stride, pointers, in, kTileOuts * stride * i64(sizeof(T)), out + n,
-             out_stride);
-  }
-}
-
-template <class T>
-static void linear_staged(const float* x, i64 x_stride, i64 rows, const T* weight, i64 stride,
-                          i64 outs, i64 in, float* out, i64 out_stride) {
+static void multiply_rows(const float* x, i64 rows, const T* weight, i64 stride, i64 outs, i64 in,
+                          float* out, i64 out_stride) {
+  TileSplit split(rows);
   i64 width = staged_width(in);
-  i64 group = max(1, kStagedWeightBytes / (width * 4 * kTileOuts)) * kTileOuts;
-  float* staged = scratch_array<float>(Scratch::weights, group * width);
-  const float** pointers = scratch_array<const float*>(Scratch::scores, group);
-  for (i64 n = 0; n < group; ++n) pointers[n] = staged + n * width;
-  for (i64 begin = 0; begin < outs; begin += group) {
-    i64 count = min(group, outs - begin);
-    for (i64 n = 0; n < count; ++n) stage_row(weight + (begin + n) * stride, in, staged + n * width);
-    dot_rows(rows, x, x_stride, pointers, count, width, out + begin, out_stride);
+  // With a row or two memory sets the pace.
+  i64 ahead = rows <= 2 ? kTileOuts * stride * static_cast<i64>(sizeof(T)) : 0;
+  for (i64 first = 0; first < split.tiles; first += kTileGroup) {
+    i64 last = min(split.tiles, first + kTileGroup);
+    for (i64 n = 0; n < outs; n += kTileOuts) {
+      WeightRows<T> source = {{}, in, ahead};
+      // Past the last row it is repeated, and those sums are not used.
+      for (int i = 0; i < kTileOuts; ++i) source.rows[i] = weight + min(n + i, outs - 1) * stride;
+      for (i64 tile = first; tile < last; ++tile) {
+        i64 row = split.begin(tile);
+        dot_tile(split.begin(tile + 1) - row, x + row * width, source, out + row * out_stride + n,
+                 out_stride);
+      }
+    }
   }
-}
-
-// out[r, n] = x[r] . weight[n], with room in `out` for outs rounded up to kTileOuts.
-template <class T>
-static void multiply_rows(const float* x, i64 x_stride, i64 rows, const T* weight, i64 stride,
-                          i64 outs, i64 in, float* out, i64 out_stride) {
-  auto multiply = rows <= kTileRows ? linear_direct<T> : linear_staged<T>;
-  multiply(x, x_stride, rows, weight, stride, outs, in, out, out_stride);
 }
 
 template <class T>
@@ -107,9 +87,8 @@ static void linear(const LinearArgs& args) {
       i64 first_row = block * plan.row_block;
       i64 rows = min(plan.row_block, args.rows - first_row);
       if (block != staged_block) {
-        for (i64 r = 0; r < rows; ++r) {
-          stage_row(x + (first_row + r) * args.x_stride, args.in, staged + r * width);
-        }
+        auto row_at = [&](i64 r) { return x + (first_row + r) * args.x_stride; };
+        stage_panels(rows, args.in, row_at, staged);
         staged_block = block;
       }
       const LinearTarget* target = args.targets;
@@ -120,8 +99,7 @@ static void linear(const LinearArgs& args) {
       i64 first_out = chunk * plan.chunk;
       i64 outs = min(plan.chunk, target->out - first_out);
       const T* weight = static_cast<const T*>(target->weight) + first_out * target->weight_stride;
-      multiply_rows(staged, width, rows, weight, target->weight_stride, outs, args.in, out,
-                    out_stride);
+      multiply_rows(staged, rows, weight, target->weight_stride, outs, args.in, out, out_stride);
       const T* bias = static_cast<const T*>(target->bias);
       for (i64 r = 0; r < rows; ++r) {
         store_linear(out + r * out_stride, bias == nullptr ? nullptr : bias + first_out, outs,

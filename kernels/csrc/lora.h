@@ -73,14 +73,13 @@ static void shrink_tiles(const LoRAArgs& args, const LoRATile* tiles, const LoRA
     for (i64 task; next(task);) {
       const LoRATile& tile = tiles[task];
       if (tile.first_token != staged_token) {
-        for (i64 r = 0; r < tile.num_tokens; ++r) {
-          stage_row(x + (tile.first_token + r) * args.x_stride, args.in, staged + r * width);
-        }
+        auto row_at = [&](i64 r) { return x + (tile.first_token + r) * args.x_stride; };
+        stage_panels(tile.num_tokens, args.in, row_at, staged);
         staged_token = tile.first_token;
       }
       const T* a = lora_a + tile.target * args.a_target_stride + tile.slot * args.a_slot_stride;
-      multiply_rows(staged, width, tile.num_tokens, a, args.a_rank_stride, tile.rank, args.in,
-                    tile.mid, tile.mid_stride);
+      multiply_rows(staged, tile.num_tokens, a, args.a_rank_stride, tile.rank, args.in, tile.mid,
+                    tile.mid_stride);
     }
   });
 }

@@ -6,12 +6,15 @@
 #include <ATen/Parallel.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <new>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -137,7 +140,7 @@ std::vector<Tensor> linear_multi(const Tensor& x_in, const std::vector<Tensor>& 
                                  const std::vector<std::optional<Tensor>>& biases) {
   Tensor x = dense_rows(x_in);
   check_dense("x", x, x, 2);
-  TORCH_CHECK(biases.empty() || biases.size() == weights.size(), "one bias or None per weight");
+  TORCH_CHECK(biases.size() == weights.size(), "expected one bias or None per weight");
   std::vector<Tensor> ys;
   std::vector<LinearTarget> targets;
   ys.reserve(weights.size());
@@ -149,7 +152,7 @@ std::vector<Tensor> linear_multi(const Tensor& x_in, const std::vector<Tensor>& 
     TORCH_CHECK(weight.size(1) == x.size(1), "weight: expected ", x.size(1), " columns, got ",
                 weight.size(1));
     const void* bias = nullptr;
-    if (!biases.empty() && biases[i].has_value()) {
+    if (biases[i].has_value()) {
       check_dense("bias", *biases[i], x, 1);
       TORCH_CHECK(biases[i]->size(0) == weight.size(0), "bias: wrong size");
       bias = biases[i]->const_data_ptr();

@@ -16,8 +16,20 @@
 #else
 #define LF_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, VI{__VA_ARGS__})
 #endif
+// Keeps a value in a register. Left alone, the compiler reads it from memory again at every use,
+// and then the loads, not the arithmetic, set the pace of a tile.
+#if defined(__x86_64__)
+#define LF_KEEP(value) __asm__ volatile("" : "+v"(value))
+#elif defined(__aarch64__)
+#define LF_KEEP(value) __asm__ volatile("" : "+w"(value))
+#else
+#define LF_KEEP(value) (void)(value)
+#endif
+// Makes the compiler load from `pointer` anew instead of keeping what it loaded in a register.
+#define LF_RELOAD(pointer) __asm__ volatile("" : "+r"(pointer))
 #define LF_UNROLL _Pragma("GCC unroll 32")
-#define LF_INLINE static inline __attribute__((always_inline))
+#define LF_INLINE_MEMBER inline __attribute__((always_inline))
+#define LF_INLINE static LF_INLINE_MEMBER
 
 namespace lorafleet::LF_ISA {
 

@@ -21,57 +21,117 @@ constexpr int kTileOuts = 4;
 // How many floats one staged row of `width` takes: whole pairs, zeros behind the end.
 LF_INLINE i64 staged_width(i64 width) { return round_up(width, 2 * W); }
 
+// A panel holds R rows as float32 with their vectors interleaved: vector k of row r is the
+// (k * R + r)th. One pointer serves a whole tile and memory is read in one stream.
 template <class T>
-LF_INLINE void stage_row(const T* row, i64 width, float* staged) {
+LF_INLINE void stage_in_panel(const T* row, i64 width, i64 r, i64 num_rows, float* panel) {
   for_pairs(width, [&](i64 offset, i64 count) {
-    store_pair(staged + offset, load_pair(row + offset, count));
+    Pair pair = load_pair(row + offset, count);
+    float* to = panel + offset * num_rows + r * W;
+    store(to, pair.first);
+    store(to + num_rows * W, pair.second);
   });
 }
 
 template <class T>
-LF_INLINE void dot_step(const T* const* rows, i64 offset, V (&weights)[kTileOuts], bool first) {
-  LF_UNROLL for (int n = 0; n < kTileOuts; ++n) {
-    weights[n] = first ? load_first(rows[n] + offset) : load_second(rows[n] + offset);
+LF_INLINE void stage_row(const T* row, i64 width, float* staged) {
+  stage_in_panel(row, width, 0, 1, staged);
+}
+
+// How rows of x are shared between tiles: as evenly as can be.
+struct TileSplit {
+  i64 rows;
+  i64 tiles;
+  explicit TileSplit(i64 num_rows) : rows(num_rows), tiles(ceil_div(num_rows, kTileRows)) {}
+  i64 begin(i64 tile) const { return rows * tile / tiles; }
+};
+
+// Stages row_at(0) .. row_at(num_rows - 1) as one panel per tile, one panel after the other.
+template <class RowAt>
+LF_INLINE void stage_panels(i64 num_rows, i64 width, const RowAt& row_at, float* staged) {
+  TileSplit split(num_rows);
+  for (i64 tile = 0; tile < split.tiles; ++tile) {
+    i64 begin = split.begin(tile), count = split.begin(tile + 1) - begin;
+    for (i64 r = 0; r < count; ++r) {
+      stage_in_panel(row_at(begin + r), width, r, count, staged + begin * staged_width(width));
+    }
   }
 }
 
+// Four rows of weights where they lie. Fetches `prefetch_bytes` ahead of what it reads.
+template <class T>
+struct WeightRows {
+  const T* rows[kTileOuts];
+  i64 width;
+  i64 prefetch_bytes;
+
+  LF_INLINE_MEMBER V first(int n, i64 offset) const { return load_first(rows[n] + offset); }
+  LF_INLINE_MEMBER V second(int n, i64 offset) const {
+    const T* row = rows[n];
+    LF_RELOAD(row);
+    return load_second(row + offset);
+  }
+  LF_INLINE_MEMBER void prefetch(int n, i64 offset) const {
+    if (prefetch_bytes > 0) {
+      __builtin_prefetch(reinterpret_cast<const char*>(rows[n] + offset) + prefetch_bytes);
+    }
+  }
+  LF_INLINE_MEMBER Pair tail(int n, i64 offset) const {
+    return load_pair_tail(rows[n] + offset, width - offset);
+  }
+};
+
+// Four rows of weights staged as a panel; `width` is a staged width, so there is no tail.
+struct WeightPanel {
+  const float* panel;
+  i64 width;
+
+  LF_INLINE_MEMBER V first(int n, i64 offset) const {
+    return load(panel + offset * kTileOuts + n * W);
+  }
+  LF_INLINE_MEMBER V second(int n, i64 offset) const {
+    return load(panel + offset * kTileOuts + (kTileOuts + n) * W);
+  }
+  LF_INLINE_MEMBER void prefetch(int, i64) const {}
+  LF_INLINE_MEMBER Pair tail(int, i64) const { return Pair(); }
+};
+
 template <int R>
-LF_INLINE void accumulate(V (&acc)[R][kTileOuts], const float* x, i64 x_stride,
-                          const V (&weights)[kTileOuts]) {
+LF_INLINE void accumulate(V (&acc)[R][kTileOuts], const float* x, const V (&weights)[kTileOuts]) {
   LF_UNROLL for (int r = 0; r < R; ++r) {
-    V value = load(x + r * x_stride);
+    V value = load(x + r * W);
+    LF_KEEP(value);
     LF_UNROLL for (int n = 0; n < kTileOuts; ++n) acc[r][n] += value * weights[n];
   }
 }
 
-template <int R, class T>
-LF_INLINE void dot_tile_rows(const float* x, i64 x_stride, const T* const* row_ptrs, i64 width,
-                             i64 prefetch_bytes, float* out, i64 out_stride) {
-  const T* rows[kTileOuts];
-  LF_UNROLL for (int n = 0; n < kTileOuts; ++n) rows[n] = row_ptrs[n];
+template <int R, class Weights>
+LF_INLINE void dot_tile_rows(const float* x, const Weights& source, float* out, i64 out_stride) {
   V acc[R][kTileOuts] = {};
   V weights[kTileOuts];
   i64 offset = 0;
-  for (; offset + 2 * W <= width; offset += 2 * W) {
-    if (R <= 2) {
-      LF_UNROLL for (int n = 0; n < kTileOuts; ++n) {
-        __builtin_prefetch(reinterpret_cast<const char*>(rows[n] + offset) + prefetch_bytes);
-      }
+  for (; offset + 2 * W <= source.width; offset += 2 * W) {
+    LF_UNROLL for (int n = 0; n < kTileOuts; ++n) {
+      weights[n] = source.first(n, offset);
+      LF_KEEP(weights[n]);
+      source.prefetch(n, offset);
     }
-    dot_step(rows, offset, weights, true);
-    accumulate<R>(acc, x + offset, x_stride, weights);
-    dot_step(rows, offset, weights, false);
-    accumulate<R>(acc, x + offset + W, x_stride, weights);
+    accumulate<R>(acc, x + offset * R, weights);
+    LF_UNROLL for (int n = 0; n < kTileOuts; ++n) {
+      weights[n] = source.second(n, offset);
+      LF_KEEP(weights[n]);
+    }
+    accumulate<R>(acc, x + (offset + W) * R, weights);
   }
-  if (offset < width) {
+  if (offset < source.width) {
     V second[kTileOuts];
     LF_UNROLL for (int n = 0; n < kTileOuts; ++n) {
-      Pair pair = load_pair_tail(rows[n] + offset, width - offset);
+      Pair pair = source.tail(n, offset);
       weights[n] = pair.first;
       second[n] = pair.second;
     }
-    accumulate<R>(acc, x + offset, x_stride, weights);
-    accumulate<R>(acc, x + offset + W, x_stride, second);
+    accumulate<R>(acc, x + offset * R, weights);
+    accumulate<R>(acc, x + (offset + W) * R, second);
   }
   LF_UNROLL for (int r = 0; r < R; ++r) {
     V4 sums = sum_lanes(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
@@ -79,14 +139,14 @@ LF_INLINE void dot_tile_rows(const float* x, i64 x_stride, const T* const* row_p
   }
 }
 
-// out[r, 0..3] for r < num_rows <= kTileRows. x is staged in T's pair order; a row's sums do not
-// depend on num_rows, nor on whether the weights were staged as float32 before.
-template <class T>
-static void dot_tile(i64 num_rows, const float* x, i64 x_stride, const T* const* row_ptrs,
-                     i64 width, i64 prefetch_bytes, float* out, i64 out_stride) {
-#define LF_CASE(R)                                                                             \
-  case R:                                                                                      \
-    return dot_tile_rows<R>(x, x_stride, row_ptrs, width, prefetch_bytes, out, out_stride)
+// out[r, 0..3] for the rows of one panel of x. A row's sums depend neither on the panel's size nor on
+// whether the weights were staged.
+template <class Weights>
+static void dot_tile(i64 num_rows, const float* x, const Weights& source, float* out,
+                     i64 out_stride) {
+#define LF_CASE(R) \
+  case R:          \
+    return dot_tile_rows<R>(x, source, out, out_stride)
   switch (num_rows) {
     LF_CASE(1);
     LF_CASE(2);
@@ -100,16 +160,16 @@ static void dot_tile(i64 num_rows, const float* x, i64 x_stride, const T* const*
 #undef LF_CASE
 }
 
-// out[r, n] for any number of rows and outs; `out` has room for outs rounded up to kTileOuts.
-template <class T>
-static void dot_rows(i64 num_rows, const float* x, i64 x_stride, const T* const* row_ptrs, i64 outs,
-                     i64 width, float* out, i64 out_stride) {
-  i64 tiles = ceil_div(num_rows, kTileRows);
-  for (i64 tile = 0; tile < tiles; ++tile) {
-    i64 begin = num_rows * tile / tiles, end = num_rows * (tile + 1) / tiles;
+// out[r, n] for all panels of x; weights_at(n) gives the weights of outs n .. n + 3. `out` has room for
+// outs rounded up to kTileOuts.
+template <class WeightsAt>
+LF_INLINE void dot_rows(i64 num_rows, const float* x, i64 x_width, i64 outs,
+                        const WeightsAt& weights_at, float* out, i64 out_stride) {
+  TileSplit split(num_rows);
+  for (i64 tile = 0; tile < split.tiles; ++tile) {
+    i64 begin = split.begin(tile), count = split.begin(tile + 1) - begin;
     for (i64 n = 0; n < outs; n += kTileOuts) {
-      dot_tile(end - begin, x + begin * x_stride, x_stride, row_ptrs + n, width, 0,
-               out + begin * out_stride + n, out_stride);
+      dot_tile(count, x + begin * x_width, weights_at(n), out + begin * out_stride + n, out_stride);
     }
   }
 }
