@@ -2,8 +2,9 @@
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
@@ -58,6 +59,15 @@ def find_adapter_files(root: Path) -> AdapterFiles:
     return AdapterFiles(root=root, config=config, weights=weights, extra=extra)
 
 
+def weight_file_names(names: Collection[str]) -> tuple[str, ...]:
+    """Choose an adapter's weight files among the names beside its config; () if none is one."""
+    if WEIGHTS_FILE in names:
+        return (WEIGHTS_FILE,)
+    if WEIGHTS_INDEX_FILE in names:
+        return (WEIGHTS_INDEX_FILE, *sorted(filter(_is_shard, names)))
+    return (PICKLE_WEIGHTS_FILE,) if PICKLE_WEIGHTS_FILE in names else ()
+
+
 class AdapterChangedError(OSError):
     """A file changed while it was read."""
 
@@ -94,14 +104,14 @@ def adapter_digest(files: AdapterFiles) -> str:
 
 
 def _weight_files(root: Path) -> tuple[Path, ...]:
-    if (root / WEIGHTS_FILE).is_file():
-        return (Path(WEIGHTS_FILE),)
-    if (root / WEIGHTS_INDEX_FILE).is_file():
-        shards = sorted(path.name for path in root.glob("adapter_model-*-of-*.safetensors"))
-        return (Path(WEIGHTS_INDEX_FILE), *map(Path, shards))
-    if (root / PICKLE_WEIGHTS_FILE).is_file():
-        return (Path(PICKLE_WEIGHTS_FILE),)
-    raise FileNotFoundError(f"no {WEIGHTS_FILE} in {root}")
+    names = weight_file_names([path.name for path in root.glob("adapter_model*") if path.is_file()])
+    if not names:
+        raise FileNotFoundError(f"no {WEIGHTS_FILE} in {root}")
+    return tuple(map(Path, names))
+
+
+def _is_shard(name: str) -> bool:
+    return fnmatchcase(name, "adapter_model-*-of-*.safetensors")
 
 
 def _contained(root: Path, path: Path) -> Path:
