@@ -171,10 +171,8 @@ async def test_prepare_that_never_ends_is_taken_back(cluster: Cluster) -> None:
         await cluster.clock.finish(cluster.load("sql", cluster.write_adapter("sql")))
     cluster.replicas["r3"].engine.gate.set()
     assert await cluster.controller.list_adapters() == []
-    engines = [replica.engine for replica in cluster.replicas.values()]
-    await cluster.clock.until(
-        lambda: engines[2].num_loads == 1 and not any(e.loaded for e in engines)
-    )
+    await cluster.clock.until(lambda: not cluster.replicas["r3"].link._tasks)
+    assert all(replica.engine.loaded == {} for replica in cluster.replicas.values())
 
 
 async def test_content_that_differs_on_a_replica_is_refused(
