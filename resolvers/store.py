@@ -32,6 +32,7 @@ from resolvers.staging import Staging
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_BYTES = 32 << 30
+DEFAULT_MAX_ADAPTER_BYTES = 4 << 30
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _STORE_LOCK = "store"
@@ -63,10 +64,19 @@ class StoredAdapter:
 
 
 class AdapterStore:
-    """Adapters by digest in at most ``max_bytes``; the least recently used leave first."""
+    """Adapters by digest in at most ``max_bytes``; the least recently used leave first.
 
-    def __init__(self, root: Path, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+    One adapter takes at most ``max_adapter_bytes``, checked before anything of it is read.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        max_adapter_bytes: int = DEFAULT_MAX_ADAPTER_BYTES,
+    ) -> None:
         self.max_bytes = max_bytes
+        self.max_adapter_bytes = min(max_adapter_bytes, max_bytes)
         self._adapters = root / "adapters"
         self._staging = root / "staging"
         self._sources = root / "sources"
@@ -146,6 +156,7 @@ class AdapterStore:
 
     def add(self, files: AdapterFiles) -> tuple[str, Path]:
         """Copy an adapter's directory into the store, if it is not there; returns its digest."""
+        self._check_size(files.size_bytes)
         digest = adapter_digest(files)
         if (path := self.find(digest)) is not None:
             return digest, path
@@ -164,10 +175,7 @@ class AdapterStore:
 
     def _allocate(self, staging: Staging, sizes: Mapping[str, int]) -> None:
         needed = sum(sizes.values())
-        if needed > self.max_bytes:
-            raise AdapterSourceInvalidError(
-                f"its files take {needed} bytes, more than the store's limit of {self.max_bytes}"
-            )
+        self._check_size(needed)
         # One process at a time, so that two do not take the same room.
         with exclusive_file(
             self._locks / _STORE_LOCK, cancelled=_NEVER, timeout_s=_STORE_LOCK_TIMEOUT_S
@@ -177,6 +185,13 @@ class AdapterStore:
                 excess -= self._evict_oldest(f"{needed} bytes are needed")
             while not _fits(staging, sizes):
                 self._evict_oldest("the disk is full")
+
+    def _check_size(self, size: int) -> None:
+        if size > self.max_adapter_bytes:
+            raise AdapterSourceInvalidError(
+                f"its files take {size} bytes, more than an adapter may take: "
+                f"{self.max_adapter_bytes}"
+            )
 
     def _evict_oldest(self, why: str) -> int:
         """Remove the adapter that was not used for longest; returns its size."""
