@@ -5,6 +5,7 @@ own ``param``; a type that is not in the table is looked up by its bases, and an
 internal error whose message stays inside.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from adapters import InvalidAdapterNameError
@@ -37,12 +38,15 @@ ERROR_TABLE: dict[type[Exception], ErrorStatus] = {
     errors.AdapterAlreadyLoadedError: ErrorStatus(400, "InvalidUserInput", "lora_name"),
     errors.AdapterRejectedError: ErrorStatus(400, "InvalidUserInput", "lora_path"),
     errors.AdapterSourceError: ErrorStatus(404, "NotFoundError", "lora_path"),
+    errors.InvalidAdapterSourceError: ErrorStatus(400, "InvalidUserInput", "lora_path"),
     errors.NameConflictError: ErrorStatus(400, "InvalidUserInput", "lora_name"),
     errors.PathNotAllowedError: ErrorStatus(403, "PermissionDeniedError", "lora_path"),
     errors.RuntimeUpdatingDisabledError: ErrorStatus(403, "PermissionDeniedError"),
     errors.ResolverUnavailableError: ErrorStatus(
         503, "ServiceUnavailableError", "model", _RETRY_AFTER_S
     ),
+    # Nobody helps this by asking at once again.
+    errors.ResolverForbiddenError: ErrorStatus(502, "BadGatewayError", "model", 60),
     errors.OperationTimeoutError: ErrorStatus(504, "TimeoutError"),
     errors.JournalUnavailableError: _UNAVAILABLE,
     errors.ReplicaUnavailableError: _UNAVAILABLE,
@@ -64,10 +68,15 @@ ERROR_TABLE: dict[type[Exception], ErrorStatus] = {
 
 
 def error_status(error: BaseException) -> ErrorStatus:
-    """Look up an error by its type, else its nearest base, else as an internal error."""
-    for cls in type(error).__mro__:
-        status = ERROR_TABLE.get(cls)
-        if status is not None:
-            param = getattr(error, "param", None)
-            return replace(status, param=param) if param else status
-    return _INTERNAL
+    """Look up an error by its type, else its nearest base, else as an internal error.
+
+    An error may know better which field is at fault and when to try again.
+    """
+    status = next((ERROR_TABLE[cls] for cls in type(error).__mro__ if cls in ERROR_TABLE), None)
+    if status is None:
+        return _INTERNAL
+    param = getattr(error, "param", None) or status.param
+    retry_after_s = getattr(error, "retry_after_s", None)
+    if retry_after_s is None:
+        return replace(status, param=param)
+    return replace(status, param=param, retry_after_s=max(1, math.ceil(retry_after_s)))

@@ -6,10 +6,12 @@
     ├── AdapterAlreadyLoadedError       the name is taken and the caller did not ask to replace
     ├── AdapterRejectedError            a replica refused it; carries each replica's reason
     ├── AdapterSourceError              the path or URI holds no adapter
+    │   └── InvalidAdapterSourceError   it holds something that cannot be one
     ├── NameConflictError               the name belongs to the base model
     ├── PathNotAllowedError             outside the directories that the operator allows
     ├── RuntimeUpdatingDisabledError    the operator switched loading at run time off
     ├── ResolverUnavailableError        a source failed: not the same as "not found"
+    │   └── ResolverForbiddenError      a source refuses us: somebody must change the configuration
     ├── JournalUnavailableError         the journal cannot be written, so nothing was changed
     ├── OperationTimeoutError           an operation did not end in time; its outcome is in doubt
     ├── ReplicaUnavailableError         no replica can serve this now; try again
@@ -102,6 +104,14 @@ class AdapterSourceError(ClusterError):
         self.source = source
 
 
+class InvalidAdapterSourceError(AdapterSourceError):
+    """What the source has under this name cannot be an adapter."""
+
+    def __init__(self, name: str, source: str, detail: str) -> None:
+        super().__init__(name, source, detail)
+        self.args = (f"adapter {name!r} cannot be used: {detail}",)
+
+
 class NameConflictError(ClusterError):
     """The name belongs to the base model."""
 
@@ -131,9 +141,14 @@ class RuntimeUpdatingDisabledError(ClusterError):
 class ResolverUnavailableError(ClusterError):
     """An adapter source failed, so it is unknown whether the adapter exists."""
 
-    def __init__(self, name: str, detail: str) -> None:
+    def __init__(self, name: str, detail: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(f"cannot look up adapter {name!r}: {detail}")
         self.name = name
+        self.retry_after_s = retry_after_s
+
+
+class ResolverForbiddenError(ResolverUnavailableError):
+    """An adapter source refuses to answer us: credentials, permissions, a wrong bucket."""
 
 
 class JournalUnavailableError(ClusterError):
