@@ -23,16 +23,24 @@ from deployments.errors import (
     AdapterRejectedError,
     AdapterSourceError,
     OperationTimeoutError,
+    OverloadedError,
+    ResolverUnavailableError,
 )
 from deployments.keyed_lock import KeyedLock
 from deployments.negative_cache import NegativeCache
 from deployments.operations import Operation, OperationKind, OperationPhase
+from deployments.rate_limit import RateLimit
 from deployments.sources import AdapterSources
 from deployments.state_store import StateStore
 from deployments.two_phase import TwoPhase
 
-# Look-ups of unknown names at the same time, so that wrong names cannot flood a source.
-_MAX_LOOKUPS = 16
+# Outcomes of a look-up that the next callers share for a while.
+_REMEMBERED = (
+    AdapterNotFoundError,
+    AdapterRejectedError,
+    AdapterSourceError,
+    ResolverUnavailableError,
+)
 
 
 class AdapterOperations:
@@ -55,7 +63,7 @@ class AdapterOperations:
         self._names = KeyedLock()
         self._tasks: dict[str, asyncio.Task[AdapterVersion]] = {}
         self._not_found = NegativeCache(settings.negative_ttl_s, clock)
-        self._lookups = asyncio.Semaphore(_MAX_LOOKUPS)
+        self._lookups = RateLimit(settings.max_lookups_per_s, clock)
 
     def recover(self, open_operations: tuple[Operation, ...]) -> None:
         """Roll operations that were in doubt when the last controller ended back or forward."""
@@ -235,13 +243,15 @@ class AdapterOperations:
                 raise AdapterNotFoundError(name)
             try:
                 return await self._register(name, member)
-            except (AdapterNotFoundError, AdapterRejectedError, AdapterSourceError) as error:
+            except _REMEMBERED as error:
                 self._not_found.put(name, error)
                 raise
 
     async def _register(self, name: str, member: MemberId) -> AdapterVersion:
-        async with self._lookups:
-            found = await self.sources.find(name)
+        # Wrong names come as they like; how many are looked up at once is the resolvers' matter.
+        if not self._lookups.try_take():
+            raise OverloadedError("too many unknown adapters are asked for, try again")
+        found = await self.sources.find(name)
         if found is None:
             raise AdapterNotFoundError(name)
         operation = self._begin(

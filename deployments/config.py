@@ -18,6 +18,8 @@ from deployments.openai.settings import (
     HttpSettings,
 )
 from engine.config import CacheConfig, Device, DType, EngineConfig, LoRAConfig, SchedulerConfig
+from resolvers.registry import check_entry, order_entries, places
+from resolvers.store import DEFAULT_MAX_ADAPTER_BYTES, DEFAULT_MAX_BYTES
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -85,15 +87,21 @@ class EngineSettings(_Settings):
 class AdapterSettings(_Settings):
     """Where adapters come from and who may change them.
 
-    ``directories`` are searched by name, in order. ``allowed_roots`` are the directories and URI
-    prefixes that explicit loads may name; by default, ``directories``. ``resolvers`` configures
-    further sources by the name under which they are installed.
+    ``directories`` are searched by name, in order, then ``resolvers``: each has the ``name`` of a
+    resolver, perhaps ``timeout_s``, and the resolver's own options. ``resolver_order`` restricts
+    and orders both by name. ``allowed_roots`` are the directories and URI prefixes that explicit
+    loads may name; by default, where the resolvers look. Each node keeps what it serves in
+    ``store_dir``.
     """
 
     directories: tuple[str, ...] = ()
-    allowed_roots: tuple[str, ...] | None = None
     resolvers: tuple[dict[str, Any], ...] = ()
+    resolver_order: tuple[str, ...] | None = None
+    allowed_roots: tuple[str, ...] | None = None
     allow_runtime_updating: bool = False
+    store_dir: str | None = None
+    store_max_bytes: int = Field(default=DEFAULT_MAX_BYTES, gt=0)
+    max_adapter_bytes: int = Field(default=DEFAULT_MAX_ADAPTER_BYTES, gt=0)
 
     @field_validator("directories", "allowed_roots")
     @classmethod
@@ -102,14 +110,39 @@ class AdapterSettings(_Settings):
             return None
         return tuple(value if "://" in value else str(absolute(value)) for value in values)
 
+    @field_validator("resolvers")
+    @classmethod
+    def _buildable(cls, entries: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+        for entry in entries:
+            check_entry(entry)
+        return tuple(map(_with_absolute_directories, entries))
+
+    @property
+    def entries(self) -> list[Mapping[str, Any]]:
+        """Every resolver in the order in which they are asked."""
+        directories = {"name": "filesystem", "directories": list(self.directories)}
+        entries = [directories, *self.resolvers] if self.directories else self.resolvers
+        return order_entries(entries, self.resolver_order)
+
     @property
     def roots(self) -> tuple[str, ...]:
         """What explicit loads may name."""
-        return self.directories if self.allowed_roots is None else self.allowed_roots
+        if self.allowed_roots is not None:
+            return self.allowed_roots
+        return (*self.directories, *(root for entry in self.resolvers for root in places(entry)))
+
+    @property
+    def store_path(self) -> Path:
+        """The directory of the node's store."""
+        return home() / "adapter-store" if self.store_dir is None else absolute(self.store_dir)
 
 
 class ClusterSettings(_Settings):
-    """How replicas agree. ``state_dir`` holds the journal and must outlive the head node's pods."""
+    """How replicas agree. ``state_dir`` holds the journal and must outlive the head node's pods.
+
+    That a name was not found, or could not be looked up, is believed for ``not_found_ttl_s``; names
+    that nobody loaded are looked up ``max_lookups_per_s`` times a second at most.
+    """
 
     state_dir: str | None = None
     lease_s: float = 10.0
@@ -117,6 +150,7 @@ class ClusterSettings(_Settings):
     prepare_timeout_s: float = 120.0
     operation_timeout_s: float = 180.0
     not_found_ttl_s: float = 3.0
+    max_lookups_per_s: float = Field(default=100.0, gt=0)
     max_warm: int = 32
 
     def journal_path(self, model_id: str) -> Path:
@@ -201,6 +235,7 @@ class DeploymentConfig(_Settings):
             prepare_timeout_s=self.cluster.prepare_timeout_s,
             operation_timeout_s=self.cluster.operation_timeout_s,
             negative_ttl_s=self.cluster.not_found_ttl_s,
+            max_lookups_per_s=self.cluster.max_lookups_per_s,
             max_warm=self.cluster.max_warm,
             deployed_at=deployed_at,
         )
@@ -220,8 +255,10 @@ def load_config(
     )
     if allow:
         adapters["allow_runtime_updating"] = allow
-    if directory := _adapter_directory(environ):
+    if directory := _first(environ, "LORAFLEET_ADAPTER_DIR", "VLLM_LORA_RESOLVER_CACHE_DIR"):
         adapters["directories"] = (directory,)
+    if (plugins := environ.get("VLLM_PLUGINS")) is not None:
+        adapters["resolver_order"] = tuple(filter(None, map(str.strip, plugins.split(","))))
     for name in ("api_key", "admin_api_key"):
         if key := environ.get(f"LORAFLEET_{name.upper()}"):
             http[name] = key
@@ -265,14 +302,10 @@ def _first(environ: Mapping[str, str], *names: str) -> str | None:
     return next((environ[name] for name in names if environ.get(name)), None)
 
 
-def _adapter_directory(environ: Mapping[str, str]) -> str | None:
-    if directory := environ.get("LORAFLEET_ADAPTER_DIR"):
-        return directory
-    # vLLM reads this directory only if its plug-in is not left out of the list of plug-ins.
-    plugins = environ.get("VLLM_PLUGINS")
-    if plugins is not None and "lora_filesystem_resolver" not in plugins.split(","):
-        return None
-    return environ.get("VLLM_LORA_RESOLVER_CACHE_DIR") or None
+def _with_absolute_directories(entry: dict[str, Any]) -> dict[str, Any]:
+    if "directories" not in entry:
+        return entry
+    return {**entry, "directories": [str(absolute(path)) for path in entry["directories"]]}
 
 
 def _secret(value: SecretStr | None) -> str | None:

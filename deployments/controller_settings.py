@@ -17,6 +17,7 @@ class ControllerSettings:
     prepare_timeout_s: float = 120.0
     operation_timeout_s: float = 180.0
     negative_ttl_s: float = 3.0
+    max_lookups_per_s: float = 100.0
     max_warm: int = 32
     deployed_at: float = 0.0
 

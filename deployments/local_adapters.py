@@ -6,7 +6,8 @@ knows nothing of names' meaning.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from deployments.cluster_protocol import Residency
 from deployments.engine_port import AdapterEngine
 from deployments.keyed_lock import KeyedLock
 from deployments.sources import AdapterSources
-from engine.errors import AdapterNotLoadedError, EngineError
+from engine.errors import AdapterNotLoadedError, EngineError, InvalidAdapterError
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,13 @@ class LocalAdapters:
                 self._loaded[digest] = await self._load(name, digest, source_uri)
             return self._loaded[digest]
 
+    @asynccontextmanager
+    async def use(self, name: str, digest: str, source_uri: str) -> AsyncIterator[LoadedAdapter]:
+        """Have the engine know these bytes, and be able to read them again, for a while."""
+        loaded = await self.ensure(name, digest, source_uri)
+        async with self._sources.provide(name, source_uri, digest=digest):
+            yield loaded
+
     async def forget_unused(self, digest: str) -> None:
         """Take bytes from the engine if nothing uses them any more."""
         async with self._digests.hold(digest):
@@ -98,7 +106,10 @@ class LocalAdapters:
             await self._engine.pin_lora(digest)
         except AdapterNotLoadedError:
             # It made room for others in the meantime.
-            await self._engine.load_lora(self._loaded[digest].request)
+            request = self._loaded[digest].request
+            source_uri = request.source_uri or ""
+            async with self._sources.provide(request.lora_name, source_uri, digest=digest):
+                await self._engine.load_lora(request)
             await self._engine.pin_lora(digest)
         self._pinned.add(digest)
 
@@ -118,17 +129,25 @@ class LocalAdapters:
         return stats.num_running, stats.num_waiting
 
     async def _load(self, name: str, digest: str, source_uri: str) -> LoadedAdapter:
-        found = await self._sources.fetch(name, source_uri, digest=digest)
-        request = LoRARequest(
-            lora_name=name, lora_path=found.lora_path, digest=digest, source_uri=source_uri
-        )
-        info = await self._engine.load_lora(request)
-        return LoadedAdapter(
-            request=request,
-            rank=info.rank,
-            size_bytes=info.size_bytes,
-            chat_template=await asyncio.to_thread(_read_chat_template, Path(found.lora_path)),
-        )
+        try:
+            return await self._load_once(name, digest, source_uri)
+        except InvalidAdapterError:
+            if not await self._sources.discard_damaged(digest):
+                raise
+        return await self._load_once(name, digest, source_uri)
+
+    async def _load_once(self, name: str, digest: str, source_uri: str) -> LoadedAdapter:
+        async with self._sources.provide(name, source_uri, digest=digest) as path:
+            request = LoRARequest(
+                lora_name=name, lora_path=str(path), digest=digest, source_uri=source_uri
+            )
+            info = await self._engine.load_lora(request)
+            return LoadedAdapter(
+                request=request,
+                rank=info.rank,
+                size_bytes=info.size_bytes,
+                chat_template=await asyncio.to_thread(_read_chat_template, path),
+            )
 
 
 def _read_chat_template(path: Path) -> str | None:

@@ -34,7 +34,7 @@ from deployments.errors import (
     ReplicaUnavailableError,
     ResolverUnavailableError,
 )
-from deployments.local_adapters import LocalAdapters
+from deployments.local_adapters import LoadedAdapter, LocalAdapters
 from deployments.sources import AdapterSources
 from engine.errors import CapacityError, EngineError
 
@@ -129,19 +129,8 @@ class ReplicaLink:
                 raise GenerationNotFoundError(name, generation, version.generation)
             if not self.holds_lease:
                 raise ReplicaUnavailableError("this replica lost contact with the controller")
-            yield await self._admitted(version)
-
-    async def _admitted(self, version: AdapterVersion) -> AdmittedAdapter:
-        loaded = await self.adapters.ensure(version.name, version.digest, version.source_uri)
-        lora = LoRARequest(
-            lora_name=version.name,
-            lora_path=loaded.request.lora_path,
-            digest=version.digest,
-            generation=version.generation,
-            source_uri=version.source_uri,
-            base_model_name=version.base_model,
-        )
-        return AdmittedAdapter(version=version, lora=lora, chat_template=loaded.chat_template)
+            async with self.adapters.use(version.name, version.digest, version.source_uri) as used:
+                yield _admitted(version, used)
 
     async def _resolve(self, name: str) -> None:
         """Learn a name from the controller, once for all requests that wait for it."""
@@ -286,7 +275,7 @@ class ReplicaLink:
                 return
             async with places:
                 try:
-                    await self._admitted(version)
+                    await self.adapters.ensure(name, version.digest, version.source_uri)
                 except Exception:
                     # One bad adapter must not keep a replica from serving all others.
                     logger.exception("cannot prepare adapter %s", name)
@@ -302,6 +291,18 @@ class ReplicaLink:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _admitted(version: AdapterVersion, loaded: LoadedAdapter) -> AdmittedAdapter:
+    lora = LoRARequest(
+        lora_name=version.name,
+        lora_path=loaded.request.lora_path,
+        digest=version.digest,
+        generation=version.generation,
+        source_uri=version.source_uri,
+        base_model_name=version.base_model,
+    )
+    return AdmittedAdapter(version=version, lora=lora, chat_template=loaded.chat_template)
 
 
 def _split(adapter: str) -> tuple[str, int | None]:

@@ -1,15 +1,46 @@
 """Builds the adapter sources that a configuration describes, the same in every process."""
 
+from collections.abc import Sequence
+
+from adapters import LoRARequest
 from deployments.config import DeploymentConfig
-from deployments.sources import AdapterSources, Resolver
-from resolvers.filesystem import FilesystemResolver
+from deployments.sources import AdapterSources
+from resolvers.base import UriResolver
+from resolvers.chain import ResolverChain
+from resolvers.registry import build_link
+from resolvers.store import AdapterStore
 
 
 def build_sources(config: DeploymentConfig) -> AdapterSources:
     """Open every source of a deployment."""
-    resolvers: list[Resolver] = []
-    if config.adapters.directories:
-        resolvers.append(FilesystemResolver(config.adapters.directories))
+    settings = config.adapters
+    store = AdapterStore(settings.store_path, settings.store_max_bytes, settings.max_adapter_bytes)
+    links = [build_link(entry, store) for entry in settings.entries]
+    fetchers = [link.resolver for link in links if isinstance(link.resolver, UriResolver)]
+    for root in settings.roots:
+        # What operators may load by URI need not lie where names are looked up.
+        if root.startswith("s3://") and not any(fetcher.covers(root) for fetcher in fetchers):
+            fetcher = build_link({"name": "s3", "uri": root}, store).resolver
+            assert isinstance(fetcher, UriResolver)
+            fetchers.append(fetcher)
     return AdapterSources(
-        config.public_model_id, resolvers=resolvers, allowed_roots=config.adapters.roots
+        config.public_model_id,
+        store,
+        resolver=ResolverChain(links),
+        allowed_roots=settings.roots,
+        fetchers={fetcher.scheme: FetcherGroup(fetchers) for fetcher in fetchers},
     )
+
+
+class FetcherGroup:
+    """Several fetchers of URIs: each URI goes to the one whose place it is in."""
+
+    def __init__(self, fetchers: Sequence[UriResolver]) -> None:
+        self._fetchers = fetchers
+
+    async def fetch(self, uri: str, lora_name: str, digest: str | None) -> LoRARequest:
+        """Have the fetcher whose credentials and endpoint are meant for this URI fetch it."""
+        fetcher = next((fetcher for fetcher in self._fetchers if fetcher.covers(uri)), None)
+        if fetcher is None:
+            raise FileNotFoundError(f"no resolver is configured for {uri}")
+        return await fetcher.fetch(uri, lora_name, digest)

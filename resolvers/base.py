@@ -51,12 +51,23 @@ class Resolver(Protocol):
         """Return the adapter in a local directory, or None for "not mine"."""
 
 
-@runtime_checkable
 class SourceFetcher(Protocol):
     """Brings one kind of URI to a local directory."""
 
     async def fetch(self, uri: str, lora_name: str, digest: str | None) -> LoRARequest:
         """Return a local directory holding what the URI names, with exactly these bytes if given.
 
-        Raises FileNotFoundError when there is nothing, another error when that is unknown.
+        Raises FileNotFoundError when there is nothing, a ResolverError when that is unknown.
         """
+
+
+@runtime_checkable
+class UriResolver(Resolver, SourceFetcher, Protocol):
+    """A resolver that also fetches URIs: what it found by name, and what operators name."""
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of its URIs."""
+
+    def covers(self, uri: str) -> bool:
+        """Whether a URI is for this resolver to fetch."""

@@ -36,16 +36,22 @@ _TIMEOUT = "timeout_s"
 _STORE = "store"
 
 
-def order_by_plugins(
-    entries: Sequence[Mapping[str, Any]], plugins: str | None
+def order_entries(
+    entries: Sequence[Mapping[str, Any]], order: Sequence[str] | None
 ) -> list[Mapping[str, Any]]:
-    """Apply vLLM's VLLM_PLUGINS: only those in its list, in its order; empty means none."""
-    if plugins is None:
+    """Keep only the resolvers named in ``order``, in that order; all, as they are, if None."""
+    if order is None:
         return list(entries)
-    wanted = [canonical_name(name.strip()) for name in plugins.split(",") if name.strip()]
+    wanted = [canonical_name(name) for name in order]
     return [
         entry for name in wanted for entry in entries if canonical_name(entry.get(_NAME)) == name
     ]
+
+
+def places(entry: Mapping[str, Any]) -> list[str]:
+    """Directories and URI prefixes where a built-in resolver looks for adapters."""
+    uri = str(entry.get("uri", "")).partition("{")[0]
+    return [*entry.get("directories", ()), *([uri] if uri else [])]
 
 
 def check_entry(entry: Mapping[str, Any]) -> None:

@@ -90,14 +90,14 @@ class AdapterStore:
         for path in (*self._staging.iterdir(), *self._locks.iterdir()):
             _remove_unlocked(path)
         for path in self._sources.iterdir():
-            if not self._path(_read_text(path)).is_dir():
+            if not self.path_of(_read_text(path)).is_dir():
                 path.unlink(missing_ok=True)
 
     # -- reading
 
     def hold(self, digest: str) -> StoredAdapter | None:
         """Take an adapter into use; None if the store does not have it."""
-        path = self._path(digest)
+        path = self.path_of(digest)
         fd = lock_existing(path, shared=True, wait=True)
         if fd is None:
             return None
@@ -124,7 +124,7 @@ class AdapterStore:
                 if adapter_digest(find_adapter_files(stored.path)) == digest:
                     return False
         logger.error("the store's copy of adapter %s is damaged and was removed", digest)
-        return self._evict(self._path(digest))
+        return self._evict(self.path_of(digest))
 
     # -- writing
 
@@ -147,7 +147,7 @@ class AdapterStore:
 
     def commit(self, staging: Staging, digest: str, *, source_state: str | None = None) -> Path:
         """Make staged files, whose digest this is, an adapter of the store."""
-        path = self._path(digest)
+        path = self.path_of(digest)
         with self._no_space_is_store_full():
             staging.publish(path)
             if source_state is not None:
@@ -231,7 +231,8 @@ class AdapterStore:
             file.write(digest)
         os.replace(file.name, self._source(source_state))
 
-    def _path(self, digest: str) -> Path:
+    def path_of(self, digest: str) -> Path:
+        """Where an adapter is when the store has it."""
         return self._adapters / (digest or "-")
 
     def _source(self, source_state: str) -> Path:

@@ -4,6 +4,7 @@ The network between them can be cut and the controller killed at any point.
 """
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,8 +24,11 @@ from deployments.cluster_protocol import (
 from deployments.controller import AdapterController
 from deployments.controller_settings import ControllerSettings
 from deployments.replica_link import ReplicaLink
-from deployments.sources import AdapterSources, Resolver
+from deployments.sources import AdapterSources
 from deployments.state_store import SqliteStateStore
+from resolvers.base import Resolver
+from resolvers.chain import Link, ResolverChain
+from resolvers.store import AdapterStore
 from tests.deployments.fake_clock import FakeClock
 from tests.deployments.fake_engine import FakeEngine
 
@@ -123,7 +127,7 @@ class Replica:
             Register(member=MemberId(name, "1"), node="node", actor_name=name),
             self.network,
             self.engine,
-            cluster.sources(),
+            cluster.sources(name),
             clock=cluster.clock,
             abort_running=self._abort,
         )
@@ -157,10 +161,22 @@ class Cluster:
         self._up = asyncio.Event()
         self.start_controller()
 
-    def sources(self) -> AdapterSources:
+    def sources(self, node: str = "head") -> AdapterSources:
+        links = [Link(type(resolver).__name__, resolver) for resolver in self.resolvers]
         return AdapterSources(
-            BASE, resolvers=self.resolvers, allowed_roots=[str(self.root / "adapters")]
+            BASE,
+            AdapterStore(self.store_dir(node)),
+            resolver=ResolverChain(links),
+            allowed_roots=[str(self.root / "adapters")],
         )
+
+    def store_dir(self, node: str) -> Path:
+        return self.root / "stores" / node
+
+    def lose_store(self, node: str) -> None:
+        """Empty a node's store, as if others had needed the room."""
+        for path in (self.store_dir(node) / "adapters").iterdir():
+            shutil.rmtree(path)
 
     # -- the controller's process
 

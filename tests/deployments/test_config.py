@@ -75,7 +75,34 @@ def test_directory_of_vllm_counts_if_its_plugin_is_on(
     environ = {"VLLM_LORA_RESOLVER_CACHE_DIR": str(tmp_path)}
     if plugins is not None:
         environ["VLLM_PLUGINS"] = plugins
-    assert load_config({}, environ).adapters.directories == ((str(tmp_path),) if is_read else ())
+    entries = load_config({}, environ).adapters.entries
+    assert [entry["directories"] for entry in entries] == ([[str(tmp_path)]] if is_read else [])
+
+
+BUCKET = {"name": "s3", "uri": "s3://bucket/team/{lora_name}/v1"}
+
+
+@pytest.mark.parametrize(
+    ("plugins", "names"),
+    [
+        (None, ["filesystem", "s3"]),
+        ("lora_s3_resolver, lora_filesystem_resolver", ["s3", "filesystem"]),
+        ("lora_s3_resolver,other", ["s3"]),
+        ("", []),
+    ],
+)
+def test_plugins_of_vllm_order_the_resolvers(plugins: str | None, names: list[str]) -> None:
+    args = {"adapters": {"directories": ["/a"], "resolvers": [BUCKET]}}
+    environ = {} if plugins is None else {"VLLM_PLUGINS": plugins}
+    adapters = load_config(args, environ).adapters
+    assert [entry["name"] for entry in adapters.entries] == names
+
+
+def test_explicit_loads_may_name_what_the_resolvers_read() -> None:
+    adapters = load_config(
+        {"adapters": {"directories": ["/a"], "resolvers": [BUCKET]}}, {}
+    ).adapters
+    assert adapters.roots == ("/a", "s3://bucket/team/")
 
 
 def test_allowed_roots_replace_the_directories(tmp_path: Path) -> None:
@@ -93,6 +120,10 @@ def test_allowed_roots_replace_the_directories(tmp_path: Path) -> None:
         {"engine": {"block_size": 3}},
         {"cluster": {"lease_s": 1, "poll_s": 2}},
         {"http": {"api_key": ""}},
+        {"adapters": {"resolvers": [{"name": "no-such-resolver"}]}},
+        {"adapters": {"resolvers": [{"name": "s3"}]}},
+        {"adapters": {"resolvers": [{"name": "s3", "uri": "s3://b/p", "endpoint": "typo"}]}},
+        {"adapters": {"store_max_bytes": 0}},
     ],
 )
 def test_nonsense_is_refused(args: dict[str, object]) -> None:

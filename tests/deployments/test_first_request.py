@@ -1,21 +1,26 @@
 """An unknown name's first request: looked up once for the whole cluster."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from adapters import LoRARequest
+from adapters import LoRARequest, find_adapter_files
 from deployments.errors import (
     AdapterNotFoundError,
     AdapterRejectedError,
     AdapterSourceError,
+    OverloadedError,
     ReplicaUnavailableError,
+    ResolverForbiddenError,
     ResolverUnavailableError,
 )
-from engine.errors import UnsupportedAdapterError
+from engine.errors import InvalidAdapterError, UnsupportedAdapterError
+from resolvers.base import SourceForbiddenError, SourceUnavailableError, StoreFullError
 from resolvers.filesystem import FilesystemResolver
+from resolvers.store import AdapterStore
 from tests.deployments.cluster import Cluster, running_cluster
 from tests.deployments.fake_clock import settle
 
@@ -40,7 +45,9 @@ class Resolving(Cluster):
 @pytest.fixture
 async def cluster(tmp_path: Path) -> AsyncIterator[Resolving]:
     async with running_cluster(tmp_path, cluster_type=Resolving) as cluster:
-        cluster.resolver = CountingResolver(FilesystemResolver([str(tmp_path / "adapters")]))
+        cluster.resolver = CountingResolver(
+            FilesystemResolver([str(tmp_path / "adapters")], settle_s=0)
+        )
         cluster.resolvers.append(cluster.resolver)
         cluster.controller.configure(cluster.settings, cluster.sources())
         for name in ("r1", "r2"):
@@ -74,10 +81,52 @@ async def test_other_replicas_load_it_only_when_asked(cluster: Resolving) -> Non
 
 async def test_bytes_are_pinned_from_the_first_request_on(cluster: Resolving) -> None:
     cluster.write_adapter("sql", "one")
-    await cluster.clock.finish(cluster.replicas["r1"].digest_for("sql"))
+    first = await cluster.clock.finish(cluster.replicas["r1"].digest_for("sql"))
     cluster.write_adapter("sql", "two")
     with pytest.raises(AdapterSourceError, match="content changed"):
         await cluster.clock.finish(cluster.replicas["r2"].digest_for("sql"))
+    assert await cluster.clock.finish(cluster.replicas["r1"].digest_for("sql")) == first
+    cluster.lose_store("r1")
+    with pytest.raises(AdapterSourceError, match="content changed"):
+        await cluster.clock.finish(cluster.replicas["r1"].digest_for("sql"))
+
+
+async def test_files_that_left_the_store_are_fetched_again(cluster: Resolving) -> None:
+    cluster.write_adapter("sql")
+    first = await cluster.clock.finish(cluster.replicas["r1"].digest_for("sql"))
+    cluster.lose_store("r1")
+    assert await cluster.clock.finish(cluster.replicas["r1"].digest_for("sql")) == first
+    assert cluster.digest(cluster.store_dir("r1") / "adapters" / first) == first
+
+
+async def test_files_stay_in_the_store_while_a_request_runs(cluster: Resolving) -> None:
+    cluster.write_adapter("sql")
+    first = await cluster.clock.finish(cluster.replicas["r1"].digest_for("sql"))
+    full = AdapterStore(cluster.store_dir("r1"), max_bytes=10)
+    cluster.write_adapter("other", "others!!")
+    other = find_adapter_files(cluster.root / "adapters" / "other")
+    async with cluster.replicas["r1"].link.admit("sql") as admitted:
+        assert cluster.digest(Path(admitted.lora.lora_path)) == first
+        with pytest.raises(StoreFullError):
+            full.add(other)
+    full.add(other)
+    assert full.find(first) is None
+
+
+async def test_damaged_copy_in_the_store_is_replaced(cluster: Resolving) -> None:
+    cluster.write_adapter("sql")
+    first = await cluster.clock.finish(cluster.replicas["r1"].digest_for("sql"))
+    replica = cluster.replicas["r2"]
+    sources = replica.link.adapters._sources
+    await sources.fetch("sql", (cluster.root / "adapters/sql").as_uri(), digest=first)
+    weights = cluster.store_dir("r2") / "adapters" / first / "adapter_model.safetensors"
+    weights.chmod(0o600)
+    weights.write_text("bit rot")
+    replica.engine.refusals["sql"] = InvalidAdapterError("its files changed")
+    with pytest.raises(InvalidAdapterError):
+        await cluster.clock.finish(replica.digest_for("sql"))
+    assert weights.read_text() == "weights"
+    assert replica.engine.num_loads == 2
 
 
 async def test_unknown_name_is_asked_for_again_only_after_a_while(cluster: Resolving) -> None:
@@ -91,6 +140,21 @@ async def test_unknown_name_is_asked_for_again_only_after_a_while(cluster: Resol
     assert cluster.resolver.asked == ["sql", "sql"]
 
 
+async def test_flood_of_wrong_names_is_a_bounded_number_of_lookups(cluster: Resolving) -> None:
+    controller, member = cluster.controller, cluster.replicas["r1"].link._identity.member
+    names = [f"wrong-{number}" for number in range(500)]
+    answers = await cluster.clock.finish(
+        asyncio.gather(*(controller.resolve(n, member) for n in names), return_exceptions=True)
+    )
+    kinds = Counter(type(answer) for answer in answers)
+    assert kinds[OverloadedError] > 250 and kinds[AdapterNotFoundError] >= 200
+    assert len(cluster.resolver.asked) == kinds[AdapterNotFoundError]
+    await cluster.clock.advance(1)
+    with pytest.raises(AdapterNotFoundError):
+        await cluster.clock.finish(controller.resolve("another", member))
+    assert controller._operations._tasks == {}
+
+
 async def test_explicit_load_is_not_hidden_by_a_remembered_miss(cluster: Resolving) -> None:
     with pytest.raises(AdapterNotFoundError):
         await cluster.clock.finish(cluster.replicas["r1"].digest_for("sql"))
@@ -99,12 +163,18 @@ async def test_explicit_load_is_not_hidden_by_a_remembered_miss(cluster: Resolvi
 
 
 async def test_failing_source_is_not_a_missing_adapter(cluster: Resolving) -> None:
-    cluster.resolver.failure = ConnectionError("bucket is down")
-    for _ in range(2):
-        with pytest.raises(ResolverUnavailableError, match="bucket is down"):
+    cluster.resolver.failure = SourceUnavailableError("bucket is down", retry_after_s=7)
+    for _ in range(5):
+        with pytest.raises(ResolverUnavailableError, match="bucket is down") as caught:
             await cluster.clock.finish(cluster.replicas["r1"].digest_for("sql"))
+        assert caught.value.retry_after_s == 7
+    assert cluster.resolver.asked == ["sql"]
+    cluster.resolver.failure = SourceForbiddenError("no access")
+    with pytest.raises(ResolverForbiddenError, match="no access"):
+        await cluster.clock.finish(cluster.replicas["r1"].digest_for("other"))
     cluster.resolver.failure = None
     cluster.write_adapter("sql")
+    await cluster.clock.advance(3.1)
     await cluster.clock.finish(cluster.replicas["r1"].digest_for("sql"))
 
 

@@ -155,7 +155,7 @@ async def test_changed_source_blames_the_model_field(
     cluster: Cluster, server: LLMServer, replica: Replica
 ) -> None:
     await cluster.clock.finish(cluster.load("sql", cluster.write_adapter("sql", "one")))
-    replica.link.adapters._loaded.clear()
+    cluster.lose_store(replica.name)
     cluster.write_adapter("sql", "two")
     with pytest.raises(AdapterSourceError) as caught:
         await anext(server.generate(request("sql")))
