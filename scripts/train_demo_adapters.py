@@ -67,7 +67,7 @@ RECIPES = {
         lora={"r": 4, "lora_alpha": 8, "target_modules": MLP},
     ),
     "haiku": Recipe(
-        epochs=4,
+        epochs=8,
         learning_rate=2e-3,
         lora={
             "r": 4,
