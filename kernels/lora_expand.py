@@ -21,6 +21,35 @@ _PROJECTIONS_PER_LAUNCH = 3
 
 
 @triton.jit
+def _add_row(
+    y_ptr,
+    b_ptr,
+    mid_ptr,
+    rank,
+    width,
+    block,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+):
+    """Add one token's update to a stripe of its output row."""
+    cols = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    # A projection that the adapter does not target is neither read nor written.
+    col_mask = cols < tl.where(rank > 0, width, 0)
+
+    products = tl.zeros([BLOCK_RANK, BLOCK_OUT], tl.float32)
+    for start in range(0, rank, BLOCK_RANK):
+        rows = start + tl.arange(0, BLOCK_RANK)
+        row_mask = rows < rank
+        mid = tl.load(mid_ptr + rows, mask=row_mask, other=0.0)
+        weight_ptrs = b_ptr + rows[:, None] * width + cols[None, :]
+        weight = tl.load(weight_ptrs, mask=row_mask[:, None] & col_mask[None, :], other=0.0)
+        products += weight.to(tl.float32) * mid[:, None]
+
+    y = tl.load(y_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + tl.sum(products, 0)
+    tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=col_mask)
+
+
+@triton.jit
 def _expand_rows_kernel(
     mid_ptr,
     ranks_ptr,
@@ -42,7 +71,8 @@ def _expand_rows_kernel(
     num_slots,
     max_rank,
     mid_width,
-    mid_projection_stride,
+    mid_stride,
+    PROJECTIONS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
 ):
@@ -51,34 +81,70 @@ def _expand_rows_kernel(
     slot = tl.load(token_slots_ptr + token).to(tl.int64)
     if slot < 0:
         return
-    projection = (block >= first_block1).to(tl.int64) + (block >= first_block2).to(tl.int64)
-    b_ptr, y_ptr, width, y_stride = b0_ptr, y0_ptr, width0, y0_stride
-    if projection == 1:
-        b_ptr, y_ptr, width, y_stride = b1_ptr, y1_ptr, width1, y1_stride
-        block -= first_block1
-    elif projection == 2:
-        b_ptr, y_ptr, width, y_stride = b2_ptr, y2_ptr, width2, y2_stride
-        block -= first_block2
-    rank = tl.load(ranks_ptr + projection * num_slots + slot)
-    if rank == 0:
-        return
-    cols = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    col_mask = cols < width
-    mid_ptrs = mid_ptr + projection * mid_projection_stride + token * mid_width
-    weight_ptrs = b_ptr + slot * max_rank * width + cols[None, :]
+    ranks_ptr += slot
+    mid_ptr += token * mid_width
+    row = slot * max_rank
+    # One copy of the work for each projection: AMD's compiler rejects a choice among pointers.
+    if block < first_block1:
+        rank = tl.load(ranks_ptr)
+        _add_row(
+            y0_ptr + token * y0_stride, b0_ptr + row * width0, mid_ptr,
+            rank, width0, block, BLOCK_RANK, BLOCK_OUT,
+        )  # fmt: skip
+    elif PROJECTIONS > 1:
+        if block < first_block2:
+            rank = tl.load(ranks_ptr + num_slots)
+            _add_row(
+                y1_ptr + token * y1_stride, b1_ptr + row * width1, mid_ptr + mid_stride,
+                rank, width1, block - first_block1, BLOCK_RANK, BLOCK_OUT,
+            )  # fmt: skip
+        elif PROJECTIONS > 2:
+            rank = tl.load(ranks_ptr + 2 * num_slots)
+            _add_row(
+                y2_ptr + token * y2_stride, b2_ptr + row * width2, mid_ptr + 2 * mid_stride,
+                rank, width2, block - first_block2, BLOCK_RANK, BLOCK_OUT,
+            )  # fmt: skip
 
-    products = tl.zeros([BLOCK_RANK, BLOCK_OUT], tl.float32)
+
+@triton.jit
+def _add_tile(
+    y_ptr,
+    b_ptr,
+    mid_ptr,
+    tokens,
+    token_mask,
+    rank,
+    width,
+    block,
+    y_stride,
+    mid_width,
+    DOT_DTYPE: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+):
+    """Add one segment's update to a block of its tokens' output rows."""
+    cols = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    # A projection that the adapter does not target is neither read nor written.
+    col_mask = cols < tl.where(rank > 0, width, 0)
+    mid_rows = mid_ptr + tokens[:, None] * mid_width
+    y_ptrs = y_ptr + tokens[:, None] * y_stride + cols[None, :]
+
+    update = tl.zeros([tokens.shape[0], BLOCK_OUT], tl.float32)
     for start in range(0, rank, BLOCK_RANK):
         rows = start + tl.arange(0, BLOCK_RANK)
         row_mask = rows < rank
-        mid = tl.load(mid_ptrs + rows, mask=row_mask, other=0.0)
-        mask = row_mask[:, None] & col_mask[None, :]
-        weight = tl.load(weight_ptrs + rows[:, None] * width, mask=mask, other=0.0)
-        products += weight.to(tl.float32) * mid[:, None]
+        mask = token_mask[:, None] & row_mask[None, :]
+        mid = tl.load(mid_rows + rows[None, :], mask=mask, other=0.0)
+        weight_ptrs = b_ptr + rows[:, None] * width + cols[None, :]
+        weight = tl.load(weight_ptrs, mask=row_mask[:, None] & col_mask[None, :], other=0.0)
+        update = tl.dot(
+            mid.to(DOT_DTYPE), weight.to(DOT_DTYPE), update, input_precision=DOT_PRECISION
+        )
 
-    y_ptrs = y_ptr + token * y_stride + cols
-    y = tl.load(y_ptrs, mask=col_mask, other=0.0).to(tl.float32) + tl.sum(products, 0)
-    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=col_mask)
+    mask = token_mask[:, None] & col_mask[None, :]
+    y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32) + update
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -101,11 +167,12 @@ def _expand_tiles_kernel(
     y2_stride,
     first_block1,
     first_block2,
-    num_segments,
     num_slots,
     max_rank,
     mid_width,
-    mid_projection_stride,
+    mid_stride,
+    num_segments,
+    PROJECTIONS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -125,42 +192,32 @@ def _expand_tiles_kernel(
     first = segment_start + tile_in_segment * BLOCK_TOKENS
     if first >= segment_end:
         return
-    projection = (block >= first_block1).to(tl.int64) + (block >= first_block2).to(tl.int64)
-    b_ptr, y_ptr, width, y_stride = b0_ptr, y0_ptr, width0, y0_stride
-    if projection == 1:
-        b_ptr, y_ptr, width, y_stride = b1_ptr, y1_ptr, width1, y1_stride
-        block -= first_block1
-    elif projection == 2:
-        b_ptr, y_ptr, width, y_stride = b2_ptr, y2_ptr, width2, y2_stride
-        block -= first_block2
-    rank = tl.load(ranks_ptr + projection * num_slots + slot)
-    if rank == 0:
-        return
     tokens = (first + tl.arange(0, BLOCK_TOKENS)).to(tl.int64)
     token_mask = tokens < segment_end
-    cols = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    col_mask = cols < width
-    mid_ptrs = mid_ptr + projection * mid_projection_stride
-    mid_ptrs += tokens[:, None] * mid_width
-    weight_ptrs = b_ptr + slot * max_rank * width + cols[None, :]
-
-    update = tl.zeros([BLOCK_TOKENS, BLOCK_OUT], tl.float32)
-    for start in range(0, rank, BLOCK_RANK):
-        rows = start + tl.arange(0, BLOCK_RANK)
-        row_mask = rows < rank
-        mid = tl.load(
-            mid_ptrs + rows[None, :], mask=token_mask[:, None] & row_mask[None, :], other=0.0
-        )
-        mask = row_mask[:, None] & col_mask[None, :]
-        weight = tl.load(weight_ptrs + rows[:, None] * width, mask=mask, other=0.0)
-        update = tl.dot(
-            mid.to(DOT_DTYPE), weight.to(DOT_DTYPE), update, input_precision=DOT_PRECISION
-        )
-
-    mask = token_mask[:, None] & col_mask[None, :]
-    y_ptrs = y_ptr + tokens[:, None] * y_stride + cols[None, :]
-    y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32) + update
-    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
+    ranks_ptr += slot
+    row = slot * max_rank
+    if block < first_block1:
+        rank = tl.load(ranks_ptr)
+        _add_tile(
+            y0_ptr, b0_ptr + row * width0, mid_ptr,
+            tokens, token_mask, rank, width0, block, y0_stride, mid_width,
+            DOT_DTYPE, DOT_PRECISION, BLOCK_RANK, BLOCK_OUT,
+        )  # fmt: skip
+    elif PROJECTIONS > 1:
+        if block < first_block2:
+            rank = tl.load(ranks_ptr + num_slots)
+            _add_tile(
+                y1_ptr, b1_ptr + row * width1, mid_ptr + mid_stride,
+                tokens, token_mask, rank, width1, block - first_block1, y1_stride, mid_width,
+                DOT_DTYPE, DOT_PRECISION, BLOCK_RANK, BLOCK_OUT,
+            )  # fmt: skip
+        elif PROJECTIONS > 2:
+            rank = tl.load(ranks_ptr + 2 * num_slots)
+            _add_tile(
+                y2_ptr, b2_ptr + row * width2, mid_ptr + 2 * mid_stride,
+                tokens, token_mask, rank, width2, block - first_block2, y2_stride, mid_width,
+                DOT_DTYPE, DOT_PRECISION, BLOCK_RANK, BLOCK_OUT,
+            )  # fmt: skip
 
 
 def lora_expand(
@@ -218,6 +275,7 @@ def _launch(
             batch.token_slots,
             *outputs,
             *shape,
+            PROJECTIONS=len(ys),
             BLOCK_RANK=rows.block_rank,
             BLOCK_OUT=block_out,
             num_warps=rows.num_warps,
@@ -231,8 +289,9 @@ def _launch(
         batch.segment_starts,
         batch.segment_slots,
         *outputs,
-        num_segments,
         *shape,
+        num_segments,
+        PROJECTIONS=len(ys),
         DOT_DTYPE=dot_dtype,
         DOT_PRECISION=dot_precision,
         BLOCK_TOKENS=config.block_tokens,

@@ -95,7 +95,7 @@ PREFILL_SHORT = {
     16: AttentionConfig(64, 64, num_warps=4, num_stages=3),
     32: AttentionConfig(64, 64, num_warps=4, num_stages=3),
     64: AttentionConfig(64, 64, num_warps=4, num_stages=3),
-    128: AttentionConfig(64, 64, num_warps=4, num_stages=2),
+    128: AttentionConfig(64, 64, num_warps=8, num_stages=2),
     256: AttentionConfig(32, 32, num_warps=4, num_stages=2),
 }
 PREFILL_LONG = {
