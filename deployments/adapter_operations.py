@@ -6,6 +6,7 @@ its caller goes away, and a repeated call joins or recognises it. The agreement 
 """
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -22,17 +23,28 @@ from deployments.errors import (
     AdapterNotFoundError,
     AdapterRejectedError,
     AdapterSourceError,
+    ClusterError,
+    JournalUnavailableError,
+    OperationConflictError,
     OperationTimeoutError,
     OverloadedError,
     ResolverUnavailableError,
 )
 from deployments.keyed_lock import KeyedLock
 from deployments.negative_cache import NegativeCache
-from deployments.operations import Operation, OperationKind, OperationPhase
+from deployments.operations import (
+    Operation,
+    OperationKind,
+    OperationPhase,
+    OperationQuery,
+    describe_request,
+)
 from deployments.rate_limit import RateLimit
 from deployments.sources import AdapterSources
 from deployments.state_store import StateStore
 from deployments.two_phase import TwoPhase
+
+logger = logging.getLogger(__name__)
 
 # Outcomes of a look-up that the next callers share for a while.
 _REMEMBERED = (
@@ -62,6 +74,7 @@ class AdapterOperations:
         self._clock = clock
         self._names = KeyedLock()
         self._tasks: dict[str, asyncio.Task[AdapterVersion]] = {}
+        self._called: dict[str, Operation] = {}
         self._not_found = NegativeCache(settings.negative_ttl_s, clock)
         self._lookups = RateLimit(settings.max_lookups_per_s, clock)
 
@@ -75,34 +88,126 @@ class AdapterOperations:
 
     async def load(self, load: LoadAdapter, op_id: str) -> AdapterVersion:
         """Put an adapter in service on every live replica."""
-        return await self._run(op_id, load.name, lambda: self._load(load, op_id))
+        called = self._call(
+            op_id,
+            OperationKind.LOAD,
+            load,
+            describe_request(load.source, load.load_inplace, load.pin),
+            pinned=load.pin,
+        )
+        return await self._run(called, lambda: self._load(load, called))
 
     async def unload(self, unload: UnloadAdapter, op_id: str) -> AdapterVersion:
         """Take a name out of service on every live replica."""
-        return await self._run(
-            op_id, unload.name, lambda: self._unload(unload, op_id), unload.timeout_s
-        )
+        called = self._call(op_id, OperationKind.UNLOAD, unload, describe_request(unload.force))
+        return await self._run(called, lambda: self._unload(unload, called), unload.timeout_s)
 
     async def resolve(self, name: str, member: MemberId) -> None:
         """Register an unknown name if a resolver knows it; one look-up for all who ask."""
         self._not_found.raise_for(name)
-        await self._run(f"resolve {name}", name, lambda: self._resolve(name, member))
+        key = f"resolve {name}"  # no operation's id: it has a space
+        task = self._tasks.get(key) or self._start(key, self._resolve(name, member))
+        await self._wait(task, name, None, key="")
+
+    def list_running(self, query: OperationQuery) -> list[Operation]:
+        """Operations that wait for their turn or their source, latest first."""
+        waiting = [
+            operation
+            for operation in self._called.values()
+            if not self._is_journaled(operation)
+            and query.name in ("", operation.name)
+            and query.phase in ("", operation.phase)
+        ]
+        return waiting[::-1]
+
+    def find(self, op_id: str) -> Operation | None:
+        """An operation that is under way or remembered."""
+        called = self._called.get(op_id)
+        if called is not None and not self._is_journaled(called):
+            return called
+        return self._store.find_operation(op_id)
 
     # -- running
 
+    def _call(
+        self,
+        op_id: str,
+        kind: OperationKind,
+        asked: LoadAdapter | UnloadAdapter,
+        request: str,
+        *,
+        pinned: bool = False,
+    ) -> Operation:
+        """The record of a call; raises if its id was given to another call."""
+        called = Operation(
+            op_id=op_id,
+            kind=kind,
+            name=asked.name,
+            phase=OperationPhase.WAITING,
+            pinned=pinned,
+            requested_by=asked.requested_by,
+            requested_from=asked.requested_from,
+            started_at=self._clock.wall(),
+            request=request,
+        )
+        past = self._called.get(op_id) or self._store.find_operation(op_id)
+        is_over = past is not None and past.phase is OperationPhase.ABORTED
+        if past is not None and not is_over and not called.is_repeat_of(past):
+            raise OperationConflictError(op_id, f"the {past.kind} of {past.name!r}")
+        return called
+
     async def _run(
         self,
-        key: str,
-        name: str,
-        operation: Callable[[], Coroutine[Any, Any, AdapterVersion]],
+        called: Operation,
+        work: Callable[[], Coroutine[Any, Any, AdapterVersion]],
         timeout_s: float | None = None,
     ) -> AdapterVersion:
-        task = self._tasks.get(key) or self._start(key, operation())
+        """Wait for an operation's work, which goes on if the caller does not wait that long."""
+        task = self._tasks.get(called.op_id)
+        if task is None:
+            self._called[called.op_id] = called
+            task = self._start(called.op_id, self._recorded(called, work))
+        return await self._wait(task, called.name, timeout_s, key=called.op_id)
+
+    async def _wait(
+        self, task: asyncio.Task[AdapterVersion], name: str, timeout_s: float | None, *, key: str
+    ) -> AdapterVersion:
         limit_s = self.settings.operation_timeout_s if timeout_s is None else timeout_s
         done, _ = await asyncio.wait((task,), timeout=limit_s)
         if not done:
-            raise OperationTimeoutError(name, limit_s, "it goes on")
+            raise OperationTimeoutError(name, limit_s, "it goes on", op_id=key)
         return task.result()
+
+    async def _recorded(
+        self, called: Operation, work: Callable[[], Coroutine[Any, Any, AdapterVersion]]
+    ) -> AdapterVersion:
+        """Do the work; what refused it before it began is remembered too."""
+        try:
+            return await work()
+        except (ClusterError, ValueError) as error:
+            logger.info("operation %s on %s was refused: %s", called.op_id, called.name, error)
+            if not self._is_journaled(called):
+                self._remember_refusal(called, error)
+            raise
+        finally:
+            del self._called[called.op_id]
+
+    def _is_journaled(self, called: Operation) -> bool:
+        past = self._store.find_operation(called.op_id)
+        return past is not None and past.started_at == called.started_at
+
+    def _remember_refusal(self, called: Operation, error: Exception) -> None:
+        past = self._store.find_operation(called.op_id)
+        if past is None or past.phase is OperationPhase.ABORTED:
+            self._record(called, phase=OperationPhase.ABORTED, detail=str(error))
+
+    def _record(self, called: Operation, **outcome: Any) -> None:
+        """Remember an operation that ended without a change."""
+        try:
+            self._store.record(replace(called, ended_at=self._clock.wall(), **outcome))
+        except JournalUnavailableError:
+            # Harmless: nothing was changed, and the caller is told.
+            logger.warning("cannot record how operation %s ended", called.op_id)
 
     def _start(
         self, key: str, operation: Coroutine[Any, Any, AdapterVersion]
@@ -119,9 +224,9 @@ class AdapterOperations:
 
     # -- load
 
-    async def _load(self, load: LoadAdapter, op_id: str) -> AdapterVersion:
+    async def _load(self, load: LoadAdapter, called: Operation) -> AdapterVersion:
         async with self._names.hold(load.name):
-            past = self._find_committed(op_id)
+            past = self._find_committed(called.op_id)
             if past is not None:
                 return past
             current = self._agreement.desired.adapters.get(load.name)
@@ -131,18 +236,9 @@ class AdapterOperations:
             is_same = current is not None and _serves(current, found)
             if current is not None and is_same and current.pinned == load.pin:
                 await self._agreement.settle_table()
+                self._record(called, phase=OperationPhase.DONE, version=current)
                 return current
-            operation = self._begin(
-                Operation(
-                    op_id=op_id,
-                    kind=OperationKind.LOAD,
-                    name=load.name,
-                    pinned=load.pin,
-                    requested_by=load.requested_by,
-                    requested_from=load.requested_from,
-                ),
-                found,
-            )
+            operation = self._begin(called, found)
             with self._progress(operation, replacing=current is not None):
                 same = replace(current, pinned=load.pin) if current and is_same else None
                 committed = await self._prepare_and_commit(operation, only=None, version=same)
@@ -160,12 +256,7 @@ class AdapterOperations:
 
     def _begin(self, operation: Operation, found: LoRARequest) -> Operation:
         return self._store.begin(
-            replace(
-                operation,
-                digest=found.digest or "",
-                source_uri=found.source_uri or "",
-                started_at=self._clock.wall(),
-            )
+            replace(operation, digest=found.digest or "", source_uri=found.source_uri or "")
         )
 
     async def _prepare_and_commit(
@@ -181,7 +272,8 @@ class AdapterOperations:
             )
             return self._commit(operation, version or self._new_version(operation, report))
         except BaseException as error:
-            self._agreement.abort(operation, str(error) or type(error).__name__)
+            reasons = error.reasons if isinstance(error, ClusterError) else None
+            self._agreement.abort(operation, str(error) or type(error).__name__, reasons)
             raise
 
     def _commit(self, operation: Operation, version: AdapterVersion) -> Operation:
@@ -205,25 +297,16 @@ class AdapterOperations:
 
     # -- unload
 
-    async def _unload(self, unload: UnloadAdapter, op_id: str) -> AdapterVersion:
+    async def _unload(self, unload: UnloadAdapter, called: Operation) -> AdapterVersion:
         async with self._names.hold(unload.name):
-            past = self._find_committed(op_id)
+            past = self._find_committed(called.op_id)
             if past is not None:
                 return past
             current = self._agreement.desired.adapters.get(unload.name)
             if current is None:
                 raise AdapterNotFoundError(unload.name, param="lora_name")
             operation = self._store.begin(
-                Operation(
-                    op_id=op_id,
-                    kind=OperationKind.UNLOAD,
-                    name=unload.name,
-                    digest=current.digest,
-                    source_uri=current.source_uri,
-                    requested_by=unload.requested_by,
-                    requested_from=unload.requested_from,
-                    started_at=self._clock.wall(),
-                )
+                replace(called, digest=current.digest, source_uri=current.source_uri)
             )
             committed = self._agreement.commit(
                 operation, current, forget=True, abort_running=unload.force
@@ -260,6 +343,7 @@ class AdapterOperations:
                 kind=OperationKind.RESOLVE,
                 name=name,
                 requested_from=member.replica_id,
+                started_at=self._clock.wall(),
             ),
             found,
         )

@@ -18,6 +18,7 @@ from deployments.generation import (
     TokenizeRequest,
     TokenizeResult,
 )
+from deployments.operations import OperationQuery, OperationStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,8 @@ class LoadAdapter:
 
     ``source`` is an absolute path or a URI that a resolver understands; None lets the resolvers
     find the name. ``load_inplace`` allows replacing what the name means now. ``requested_by`` and
-    ``requested_from`` go to the journal for audits.
+    ``requested_from`` go to the journal for audits. Whoever repeats a call whose answer was lost
+    gives it the same ``op_id``; empty means a new one.
     """
 
     name: str
@@ -87,6 +89,7 @@ class LoadAdapter:
     pin: bool = False
     requested_by: str = ""
     requested_from: str = ""
+    op_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +104,7 @@ class UnloadAdapter:
     timeout_s: float | None = None
     requested_by: str = ""
     requested_from: str = ""
+    op_id: str = ""
 
 
 class Backend(Protocol):
@@ -140,6 +144,12 @@ class Backend(Protocol):
 
     async def unload_adapter(self, unload: UnloadAdapter) -> AdapterVersion:
         """Forget an adapter on every live replica; returns the version that was in service."""
+
+    async def list_operations(self, query: OperationQuery) -> list[OperationStatus]:
+        """List operations, those under way among them, latest first."""
+
+    async def get_operation(self, op_id: str) -> OperationStatus:
+        """Describe one operation, or raise OperationNotFoundError."""
 
     async def list_replicas(self) -> list[ReplicaStatus]:
         """List the replicas that hold a lease."""

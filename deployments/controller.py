@@ -33,9 +33,10 @@ from deployments.controller_settings import ControllerSettings
 from deployments.errors import (
     AdapterNotFoundError,
     NameConflictError,
+    OperationNotFoundError,
     RuntimeUpdatingDisabledError,
 )
-from deployments.operations import Operation
+from deployments.operations import Operation, OperationQuery, OperationStatus
 from deployments.sources import AdapterSources
 from deployments.state_store import StateStore
 from deployments.two_phase import TwoPhase
@@ -59,6 +60,7 @@ class AdapterController:
     ) -> None:
         stored = store.load()
         self._clock = clock
+        self._store = store
         self._settings = settings
         self._agreement = TwoPhase(
             store, stored, liveness=liveness, clock=clock, lease_s=settings.lease_s
@@ -166,7 +168,25 @@ class AdapterController:
             for member in self._agreement.members
         ]
 
+    async def list_operations(self, query: OperationQuery) -> list[OperationStatus]:
+        """List operations, those under way among them, latest first."""
+        waiting = self._operations.list_running(query)
+        repeated = {operation.op_id for operation in waiting}
+        stored = [o for o in self._store.list_operations(query) if o.op_id not in repeated]
+        found = (waiting + stored)[: query.limit]
+        return [self._operation_status(operation) for operation in found]
+
+    async def get_operation(self, op_id: str) -> OperationStatus:
+        """Describe one operation."""
+        operation = self._operations.find(op_id)
+        if operation is None:
+            raise OperationNotFoundError(op_id)
+        return self._operation_status(operation)
+
     # -- details
+
+    def _operation_status(self, operation: Operation) -> OperationStatus:
+        return OperationStatus(operation=operation, replicas=self._agreement.progress(operation))
 
     def _check_may_update(self) -> None:
         if not self._settings.allow_runtime_updating:

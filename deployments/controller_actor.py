@@ -32,6 +32,7 @@ from deployments.config import DeploymentConfig
 from deployments.controller import AdapterController
 from deployments.controller_settings import ControllerSettings
 from deployments.errors import ReplicaUnavailableError
+from deployments.operations import OperationQuery, OperationStatus
 from deployments.source_setup import build_sources
 from deployments.state_store import SqliteStateStore
 
@@ -126,6 +127,12 @@ class ControllerActor:
 
     async def get_adapter(self, name: str) -> AdapterStatus:
         return await self._controller.get_adapter(name)
+
+    async def list_operations(self, query: OperationQuery) -> list[OperationStatus]:
+        return await self._controller.list_operations(query)
+
+    async def get_operation(self, op_id: str) -> OperationStatus:
+        return await self._controller.get_operation(op_id)
 
     async def list_replicas(self) -> list[ReplicaStatus]:
         return await self._controller.list_replicas()
@@ -223,6 +230,14 @@ class ControllerClient:
 
     async def get_adapter(self, name: str) -> AdapterStatus:
         status: AdapterStatus = await self._call("get_adapter", name)
+        return status
+
+    async def list_operations(self, query: OperationQuery) -> list[OperationStatus]:
+        operations: list[OperationStatus] = await self._call("list_operations", query)
+        return operations
+
+    async def get_operation(self, op_id: str) -> OperationStatus:
+        status: OperationStatus = await self._call("get_operation", op_id)
         return status
 
     async def list_replicas(self) -> list[ReplicaStatus]:

@@ -12,6 +12,8 @@
     ├── RuntimeUpdatingDisabledError    the operator switched loading at run time off
     ├── ResolverUnavailableError        a source failed: not the same as "not found"
     │   └── ResolverForbiddenError      a source refuses us: somebody must change the configuration
+    ├── OperationNotFoundError          no operation of that id is remembered
+    ├── OperationConflictError          the id belongs to another operation
     ├── JournalUnavailableError         the journal cannot be written, so nothing was changed
     ├── OperationTimeoutError           an operation did not end in time; its outcome is in doubt
     ├── ReplicaUnavailableError         no replica can serve this now; try again
@@ -22,15 +24,18 @@ look over HTTP is decided by ``error_table.py`` alone.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 
 class ClusterError(Exception):
     """Base of everything the cluster side raises on purpose.
 
-    ``param`` names the request field at fault, None when the table's default applies.
+    ``param`` names the request field at fault, None when the table's default applies. ``reasons``
+    is what each replica said, where replicas had a say.
     """
 
     param: str | None = None
+    reasons: Mapping[str, str] = MappingProxyType({})
 
     @property
     def message(self) -> str:
@@ -89,10 +94,17 @@ class AdapterRejectedError(ClusterError):
     """
 
     def __init__(self, name: str, reasons: Mapping[str, str]) -> None:
-        distinct = sorted(set(reasons.values()))
-        super().__init__(f"adapter {name!r} was rejected: " + "; ".join(distinct))
+        super().__init__(f"adapter {name!r} was rejected: {_list_reasons(reasons)}")
         self.name = name
         self.reasons = dict(reasons)
+
+
+def _list_reasons(reasons: Mapping[str, str]) -> str:
+    """Each reason once, with the replicas that gave it."""
+    by_reason: dict[str, list[str]] = {}
+    for replica_id, reason in sorted(reasons.items()):
+        by_reason.setdefault(reason, []).append(replica_id)
+    return "; ".join(f"{reason} ({', '.join(ids)})" for reason, ids in sorted(by_reason.items()))
 
 
 class AdapterSourceError(ClusterError):
@@ -158,11 +170,29 @@ class JournalUnavailableError(ClusterError):
 class OperationTimeoutError(ClusterError):
     """An operation did not finish in time. Asking again is safe: operations are idempotent."""
 
-    def __init__(self, name: str, waited_s: float, waiting_for: str) -> None:
+    def __init__(self, name: str, waited_s: float, waiting_for: str, *, op_id: str = "") -> None:
+        told = f"; it can be asked about as operation {op_id}" if op_id else ""
         super().__init__(
-            f"the operation on {name!r} did not finish in {waited_s:g} s ({waiting_for})"
+            f"the operation on {name!r} did not finish in {waited_s:g} s ({waiting_for}){told}"
         )
         self.name = name
+        self.op_id = op_id
+
+
+class OperationNotFoundError(ClusterError):
+    """No operation of that id is remembered: if it ever ran, it was long ago or changed nothing."""
+
+    def __init__(self, op_id: str) -> None:
+        super().__init__(f"no operation {op_id!r} is known")
+        self.op_id = op_id
+
+
+class OperationConflictError(ClusterError):
+    """The operation id was given to another operation before."""
+
+    def __init__(self, op_id: str, description: str) -> None:
+        super().__init__(f"the operation id {op_id!r} belongs to {description}; choose another")
+        self.op_id = op_id
 
 
 class ReplicaUnavailableError(ClusterError):

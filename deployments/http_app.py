@@ -14,6 +14,7 @@ from deployments.openai.completions import completions_router
 from deployments.openai.failures import install_failure_handlers
 from deployments.openai.metrics import HttpMetrics, metrics_router
 from deployments.openai.models import models_router
+from deployments.openai.operations import operations_router
 from deployments.openai.request_scope import RequestScope
 from deployments.openai.settings import HttpSettings
 from deployments.openai.tokenization import tokenization_router
@@ -35,6 +36,8 @@ def create_http_app(
 
     app.include_router(_health_router(api))
     app.include_router(metrics_router(api, metrics))
+    # Before the adapters, whose names may hold slashes.
+    app.include_router(operations_router(api))
     user_routers = (
         models_router(api),
         completions_router(api),

@@ -32,6 +32,7 @@ from deployments.generation import (
     TokenizeRequest,
     TokenizeResult,
 )
+from deployments.operations import OperationQuery, OperationStatus
 
 # A request that no replica has admitted may go to another one. Waits before each further try: a
 # replica that died is known to Serve within about a second.
@@ -90,12 +91,20 @@ class RayBackend:
     async def load_adapter(self, load: LoadAdapter) -> AdapterVersion:
         """Register or replace an adapter on every live replica."""
         self._check_may_update()
-        return await self._controller.load(load, uuid.uuid4().hex)
+        return await self._controller.load(load, load.op_id or uuid.uuid4().hex)
 
     async def unload_adapter(self, unload: UnloadAdapter) -> AdapterVersion:
         """Forget an adapter on every live replica."""
         self._check_may_update()
-        return await self._controller.unload(unload, uuid.uuid4().hex)
+        return await self._controller.unload(unload, unload.op_id or uuid.uuid4().hex)
+
+    async def list_operations(self, query: OperationQuery) -> list[OperationStatus]:
+        """List operations, latest first."""
+        return await self._controller.list_operations(query)
+
+    async def get_operation(self, op_id: str) -> OperationStatus:
+        """Describe one operation."""
+        return await self._controller.get_operation(op_id)
 
     async def list_replicas(self) -> list[ReplicaStatus]:
         """List the replicas that hold a lease."""

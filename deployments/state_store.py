@@ -4,19 +4,25 @@ Everything here is written before anyone is told. Knows SQL and files; knows not
 answers, time-outs or Ray.
 """
 
-import json
 import sqlite3
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from adapters import AdapterVersion
 from deployments.cluster_protocol import MemberId, Register
 from deployments.errors import JournalUnavailableError
-from deployments.operations import Operation, OperationKind, OperationPhase
+from deployments.journal_tables import (
+    create_tables,
+    operation_row,
+    read_operation,
+    read_version,
+    version_text,
+)
+from deployments.operations import Operation, OperationPhase, OperationQuery
 
 # Ended operations are kept this far back, for audits and for recognising repeated calls.
 MAX_ENDED_OPERATIONS = 10_000
@@ -24,22 +30,6 @@ _PRUNE_EVERY = 256
 
 # Another process may still be dying with the file open when the next controller starts.
 _LOCK_TIMEOUT_S = 10.0
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS adapters (
-    name TEXT PRIMARY KEY, version TEXT, table_version INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS operations (
-    op_id TEXT PRIMARY KEY, kind TEXT NOT NULL, name TEXT NOT NULL, phase TEXT NOT NULL,
-    generation INTEGER NOT NULL, digest TEXT NOT NULL, source_uri TEXT NOT NULL,
-    pinned INTEGER NOT NULL, requested_by TEXT NOT NULL, requested_from TEXT NOT NULL,
-    started_at REAL NOT NULL, ended_at REAL, table_version INTEGER, version TEXT,
-    detail TEXT NOT NULL);
-CREATE INDEX IF NOT EXISTS operations_by_phase ON operations (phase, ended_at);
-CREATE TABLE IF NOT EXISTS members (
-    replica_id TEXT NOT NULL, incarnation TEXT NOT NULL, node TEXT NOT NULL, actor_name TEXT,
-    PRIMARY KEY (replica_id, incarnation)) WITHOUT ROWID;
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +68,16 @@ class StateStore(Protocol):
     def finish(self, op_id: str, *, now: float) -> None:
         """Move a committed operation to DONE."""
 
-    def abort(self, op_id: str, detail: str, *, now: float) -> None:
+    def abort(
+        self, op_id: str, detail: str, *, now: float, reasons: Mapping[str, str] | None = None
+    ) -> None:
         """Move a preparing operation to ABORTED."""
+
+    def record(self, operation: Operation) -> None:
+        """Remember an operation that ended before it began. It uses up no generation."""
+
+    def list_operations(self, query: OperationQuery) -> list[Operation]:
+        """Return remembered operations, latest first."""
 
     def find_operation(self, op_id: str) -> Operation | None:
         """Return an operation that was begun, if it is still remembered."""
@@ -114,7 +112,7 @@ class SqliteStateStore:
         self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
-        self._db.executescript(_SCHEMA)
+        create_tables(self._db)
         with self._transaction():
             for key, value in (
                 ("journal_id", uuid.uuid4().hex),
@@ -126,7 +124,7 @@ class SqliteStateStore:
     def load(self) -> StoredState:
         """Read everything, at start."""
         rows = self._db.execute("SELECT name, version FROM adapters").fetchall()
-        versions = {row["name"]: _read_version(row["version"]) for row in rows}
+        versions = {row["name"]: read_version(row["version"]) for row in rows}
         return StoredState(
             journal_id=self._meta("journal_id"),
             table_version=int(self._meta("table_version")),
@@ -168,7 +166,7 @@ class SqliteStateStore:
                 "INSERT OR REPLACE INTO adapters VALUES (?, ?, ?)",
                 (
                     operation.name,
-                    None if forget else json.dumps(asdict(version)),
+                    None if forget else version_text(version),
                     operation.table_version,
                 ),
             )
@@ -180,18 +178,42 @@ class SqliteStateStore:
             operation = self._require(op_id, OperationPhase.COMMITTING)
             self._write(replace(operation, phase=OperationPhase.DONE, ended_at=now))
 
-    def abort(self, op_id: str, detail: str, *, now: float) -> None:
+    def abort(
+        self, op_id: str, detail: str, *, now: float, reasons: Mapping[str, str] | None = None
+    ) -> None:
         """Move a preparing operation to ABORTED."""
         with self._transaction():
             operation = self._require(op_id, OperationPhase.PREPARING)
             self._write(
-                replace(operation, phase=OperationPhase.ABORTED, ended_at=now, detail=detail)
+                replace(
+                    operation,
+                    phase=OperationPhase.ABORTED,
+                    ended_at=now,
+                    detail=detail,
+                    reasons=dict(reasons or {}),
+                )
             )
+
+    def record(self, operation: Operation) -> None:
+        """Remember an operation that ended before it began."""
+        with self._transaction():
+            row_id = self._write(operation)
+            if row_id % _PRUNE_EVERY == 0:
+                self._prune()
+
+    def list_operations(self, query: OperationQuery) -> list[Operation]:
+        """Return remembered operations, latest first."""
+        rows = self._db.execute(
+            "SELECT * FROM operations WHERE :name IN ('', name) AND :phase IN ('', phase) "
+            "ORDER BY started_at DESC, rowid DESC LIMIT :limit",
+            asdict(query),
+        )
+        return list(map(read_operation, rows.fetchall()))
 
     def find_operation(self, op_id: str) -> Operation | None:
         """Return an operation that was begun, if it is still remembered."""
         row = self._db.execute("SELECT * FROM operations WHERE op_id = ?", (op_id,)).fetchone()
-        return None if row is None else _read_operation(row)
+        return None if row is None else read_operation(row)
 
     def add_member(self, member: Register) -> None:
         """Remember a replica, so that a restarted controller waits for its lease."""
@@ -257,14 +279,14 @@ class SqliteStateStore:
             raise ValueError(f"operation {op_id} is not in phase {phase}: {operation}")
         return operation
 
-    def _write(self, operation: Operation) -> None:
-        values: dict[str, Any] = asdict(operation)
-        values["version"] = (
-            None if operation.version is None else json.dumps(asdict(operation.version))
-        )
+    def _write(self, operation: Operation) -> int:
+        values = operation_row(operation)
         columns = ", ".join(values)
         marks = ", ".join(f":{column}" for column in values)
-        self._db.execute(f"INSERT OR REPLACE INTO operations ({columns}) VALUES ({marks})", values)
+        written = self._db.execute(
+            f"INSERT OR REPLACE INTO operations ({columns}) VALUES ({marks})", values
+        )
+        return written.lastrowid or 0
 
     def _prune(self) -> None:
         ended = (OperationPhase.DONE, OperationPhase.ABORTED)
@@ -279,7 +301,7 @@ class SqliteStateStore:
             "SELECT * FROM operations WHERE phase IN (?, ?) ORDER BY generation",
             (OperationPhase.PREPARING, OperationPhase.COMMITTING),
         ).fetchall()
-        return map(_read_operation, rows)
+        return map(read_operation, rows)
 
     def _members(self) -> Iterator[Register]:
         for row in self._db.execute("SELECT * FROM members").fetchall():
@@ -288,16 +310,3 @@ class SqliteStateStore:
                 node=row["node"],
                 actor_name=row["actor_name"],
             )
-
-
-def _read_version(text: str | None) -> AdapterVersion | None:
-    return None if text is None else AdapterVersion(**json.loads(text))
-
-
-def _read_operation(row: sqlite3.Row) -> Operation:
-    values = dict(row)
-    values["kind"] = OperationKind(values["kind"])
-    values["phase"] = OperationPhase(values["phase"])
-    values["pinned"] = bool(values["pinned"])
-    values["version"] = _read_version(values["version"])
-    return Operation(**values)

@@ -7,7 +7,7 @@ certain that its process is gone. Knows nothing of sources, resolvers or what us
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from adapters import AdapterVersion
@@ -29,7 +29,7 @@ from deployments.errors import (
     ReplicaUnavailableError,
 )
 from deployments.membership import Member, Membership
-from deployments.operations import Operation, OperationPhase
+from deployments.operations import Operation, OperationPhase, ReplicaPhase, ReplicaProgress
 from deployments.state_store import StateStore, StoredState
 
 logger = logging.getLogger(__name__)
@@ -125,6 +125,27 @@ class TwoPhase:
         """The prepares that a member should know."""
         return tuple(p.command for p in self._prepares.values() if p.asks(member))
 
+    def progress(self, operation: Operation) -> tuple[ReplicaProgress, ...]:
+        """How far each replica is with an operation, or why it rejected one that ended."""
+        prepare = self._prepares.get(_attempt(operation))
+        if prepare is not None:
+            return tuple(
+                _progress(member, prepare) for member in self.members if prepare.asks(member)
+            )
+        if operation.phase is OperationPhase.COMMITTING:
+            behind = self.members.behind(operation.table_version or 0)
+            return tuple(
+                ReplicaProgress(
+                    replica_id=member.id.replica_id,
+                    phase=ReplicaPhase.COMMITTING if member in behind else ReplicaPhase.COMMITTED,
+                )
+                for member in self.members
+            )
+        return tuple(
+            ReplicaProgress(replica_id=replica_id, phase=ReplicaPhase.REJECTED, reason=reason)
+            for replica_id, reason in operation.reasons.items()
+        )
+
     # -- phases of an operation
 
     async def prepare(
@@ -135,13 +156,13 @@ class TwoPhase:
         The prepare stays announced until ``commit`` or ``abort``.
         """
         command = PrepareCommand(
-            op_id=operation.op_id,
+            op_id=_attempt(operation),
             name=operation.name,
             digest=operation.digest,
             source_uri=operation.source_uri,
             pinned=operation.pinned,
         )
-        prepare = self._prepares[operation.op_id] = _Prepare(command=command, only=only)
+        prepare = self._prepares[command.op_id] = _Prepare(command=command, only=only)
         self._signal.notify()
         if not len(self.members):
             # All may be about to register again; without any for this long, there are none.
@@ -154,7 +175,9 @@ class TwoPhase:
             raise _rejected(operation.name, prepare.rejections)
         if silent := self._silent(prepare):
             names = ", ".join(member.id.replica_id for member in silent)
-            raise OperationTimeoutError(operation.name, timeout_s, f"no answer from {names}")
+            raise OperationTimeoutError(
+                operation.name, timeout_s, f"no answer from {names}", op_id=operation.op_id
+            )
         accepted = self._accepted(prepare)
         if not accepted:
             raise ReplicaUnavailableError("no live replica could check the adapter, try again")
@@ -179,16 +202,18 @@ class TwoPhase:
             abort_running=abort_running,
         )
         self.desired.apply(change, committed.table_version)
-        self._prepares.pop(operation.op_id, None)
+        self._prepares.pop(_attempt(operation), None)
         self._signal.notify()
         return committed
 
-    def abort(self, operation: Operation, detail: str) -> None:
+    def abort(
+        self, operation: Operation, detail: str, reasons: Mapping[str, str] | None = None
+    ) -> None:
         """Take back an operation that was not committed."""
-        self._prepares.pop(operation.op_id, None)
+        self._prepares.pop(_attempt(operation), None)
         self._signal.notify()
         try:
-            self._store.abort(operation.op_id, detail, now=self._clock.wall())
+            self._store.abort(operation.op_id, detail, now=self._clock.wall(), reasons=reasons)
         except JournalUnavailableError:
             # Harmless: an operation found in this phase is aborted at the next start.
             logger.warning("cannot record that operation %s was aborted", operation.op_id)
@@ -275,11 +300,31 @@ class TwoPhase:
             logger.warning("cannot record that replica %s is gone", member_id.replica_id)
 
 
+def _progress(member: Member, prepare: _Prepare) -> ReplicaProgress:
+    report = prepare.reports.get(member.id)
+    phase = ReplicaPhase.PREPARING
+    if report is not None:
+        phase = ReplicaPhase.PREPARED if report.rejection is None else ReplicaPhase.REJECTED
+    reason = (report and report.rejection) or ""
+    return ReplicaProgress(replica_id=member.id.replica_id, phase=phase, reason=reason)
+
+
+def _attempt(operation: Operation) -> str:
+    """What replicas call a prepare.
+
+    An operation that is repeated after the controller restarted is another attempt: a replica may
+    still know the last one, and what it reported went to the controller that is gone.
+    """
+    return f"{operation.op_id}@{operation.generation}"
+
+
 def _rejected(
     name: str, rejections: dict[MemberId, PrepareReport]
 ) -> AdapterRejectedError | ReplicaUnavailableError:
     reasons = {member.replica_id: report.rejection or "" for member, report in rejections.items()}
     error = AdapterRejectedError(name, reasons)
     if all(report.retryable for report in rejections.values()):
-        return ReplicaUnavailableError(error.message)
+        unavailable = ReplicaUnavailableError(error.message)
+        unavailable.reasons = error.reasons
+        return unavailable
     return error

@@ -11,9 +11,15 @@ from adapters import InvalidAdapterNameError, validate_adapter_name
 from deployments.backend import AdapterStatus, LoadAdapter, UnloadAdapter
 from deployments.errors import AdapterNotFoundError, RuntimeUpdatingDisabledError
 from deployments.openai.api import Api
-from deployments.openai.auth import admin_guard, caller_of
+from deployments.openai.auth import admin_guard, caller_of, peer_of
 from deployments.openai.body import read_body
-from deployments.openai.failures import INVALID_USER_INPUT, NOT_FOUND, ApiError
+from deployments.openai.failures import (
+    INVALID_USER_INPUT,
+    NOT_FOUND,
+    OPERATION_HEADER,
+    ApiError,
+)
+from deployments.openai.operations import operation_id
 from deployments.openai.schema import LoadAdapterBody, UnloadAdapterBody
 
 
@@ -46,6 +52,7 @@ def admin_router(api: Api) -> APIRouter:
 
     @router.post("/v1/load_lora_adapter")
     async def load_lora_adapter(request: Request) -> Response:
+        op_id = operation_id(request)
         body = await read_body(request, LoadAdapterBody, api.settings.max_body_bytes)
         if not body.lora_name or not body.lora_path:
             raise ApiError(
@@ -59,13 +66,18 @@ def admin_router(api: Api) -> APIRouter:
             load_inplace=body.load_inplace,
             pin=body.pin,
             requested_by=caller_of(request),
-            requested_from=_peer(request),
+            requested_from=peer_of(request),
+            op_id=op_id,
         )
         await api.backend.load_adapter(load)
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+        return PlainTextResponse(
+            f"Success: LoRA adapter '{body.lora_name}' added successfully.",
+            headers={OPERATION_HEADER: op_id},
+        )
 
     @router.post("/v1/unload_lora_adapter")
     async def unload_lora_adapter(request: Request) -> Response:
+        op_id = operation_id(request)
         body = await read_body(request, UnloadAdapterBody, api.settings.max_body_bytes)
         name = body.lora_name
         if not name:
@@ -75,7 +87,8 @@ def admin_router(api: Api) -> APIRouter:
             force=body.force,
             timeout_s=body.timeout_s,
             requested_by=caller_of(request),
-            requested_from=_peer(request),
+            requested_from=peer_of(request),
+            op_id=op_id,
         )
         try:
             validate_adapter_name(name)
@@ -87,7 +100,10 @@ def admin_router(api: Api) -> APIRouter:
                 type=NOT_FOUND,
                 param="lora_name",
             ) from None
-        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+        return PlainTextResponse(
+            f"Success: LoRA adapter '{name}' removed successfully.",
+            headers={OPERATION_HEADER: op_id},
+        )
 
     return router
 
@@ -119,10 +135,6 @@ def adapter_document(status: AdapterStatus) -> dict[str, Any]:
         "created_by": version.created_by,
         "replicas": [asdict(replica) for replica in status.replicas],
     }
-
-
-def _peer(request: Request) -> str:
-    return request.client.host if request.client else ""
 
 
 def _json(document: dict[str, Any]) -> Response:

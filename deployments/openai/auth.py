@@ -30,7 +30,7 @@ def user_guard(settings: HttpSettings) -> Guard:
 def admin_guard(settings: HttpSettings) -> Guard:
     """Let through who has the admin key; without one, whoever passes as a user."""
     if settings.admin_api_key is None:
-        return user_guard(settings)
+        return _audited(user_guard(settings))
     keys = {"admin-key": settings.admin_api_key}
     if settings.api_key is not None:
         keys["api-key"] = settings.api_key
@@ -45,12 +45,27 @@ def admin_guard(settings: HttpSettings) -> Guard:
             )
         request.state.caller = caller
 
-    return guard
+    return _audited(guard)
+
+
+def _audited(guard: Guard) -> Guard:
+    """Have refusals logged from here on, beginning with the guard's own."""
+
+    async def audited(request: Request) -> None:
+        request.state.is_audited = True
+        await guard(request)
+
+    return audited
 
 
 def caller_of(request: Request) -> str:
     """The kind of key that the request came with, for the journal."""
     return str(getattr(request.state, "caller", "anonymous"))
+
+
+def peer_of(request: Request) -> str:
+    """Where the request came from, for the journal."""
+    return request.client.host if request.client else ""
 
 
 def _caller(request: Request, keys: dict[str, str]) -> str:

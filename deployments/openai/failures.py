@@ -26,7 +26,11 @@ BAD_REQUEST = "BadRequestError"
 INVALID_USER_INPUT = "InvalidUserInput"
 NOT_FOUND = "NotFoundError"
 
+# Names the operation that a request started, also when the request failed.
+OPERATION_HEADER = "x-lorafleet-operation"
+
 _MAX_MESSAGE_CHARS = 2000
+_MAX_LOGGED_PATH = 256
 _MAX_LISTED_ERRORS = 5
 _HTTP_TYPES = {404: NOT_FOUND, 405: "MethodNotAllowedError"}
 
@@ -100,7 +104,13 @@ def install_failure_handlers(app: FastAPI) -> None:
     """Send every exception of a route through ``describe_failure``."""
 
     async def handle(request: Request, error: Exception) -> Response:
-        return describe_failure(error, request.scope["state"]["request_id"]).response()
+        failure = describe_failure(error, request.scope["state"]["request_id"])
+        if getattr(request.state, "is_audited", False):
+            _log_refusal(request, failure)
+        operation_id = getattr(request.state, "operation_id", None)
+        if operation_id is not None:
+            failure.headers[OPERATION_HEADER] = operation_id
+        return failure.response()
 
     for kind in (
         ApiError,
@@ -111,6 +121,15 @@ def install_failure_handlers(app: FastAPI) -> None:
         InvalidAdapterNameError,
     ):
         app.add_exception_handler(kind, handle)
+
+
+def _log_refusal(request: Request, failure: Failure) -> None:
+    peer = request.client.host if request.client else "?"
+    caller = getattr(request.state, "caller", "anonymous")
+    route = f"{request.method} {request.url.path[:_MAX_LOGGED_PATH]}"
+    message = _valid_text(failure.message)
+    # As a Python literal, so that nothing in it can look like another line of the log.
+    _log.warning("refused %r of %s from %s: %d %r", route, caller, peer, failure.status, message)
 
 
 def _describe_validation(error: ValidationError) -> Failure:

@@ -20,6 +20,7 @@ from deployments.errors import (
     AdapterSourceError,
     GenerationNotFoundError,
     NameConflictError,
+    OperationNotFoundError,
 )
 from deployments.generation import (
     GenerateRequest,
@@ -29,6 +30,7 @@ from deployments.generation import (
     TokenizeRequest,
     TokenizeResult,
 )
+from deployments.operations import OperationQuery, OperationStatus
 from engine.errors import InvalidRequestError, PromptTooLongError
 from engine.outputs import FinishReason, PositionLogprobs, RequestOutput, TokenLogprob
 from engine.sampling_params import SamplingParams
@@ -56,6 +58,8 @@ class FakeBackend:
     loads: list[LoadAdapter] = field(default_factory=list)
     unloads: list[UnloadAdapter] = field(default_factory=list)
     adapters: dict[str, AdapterVersion] = field(default_factory=dict)
+    operations: dict[str, OperationStatus] = field(default_factory=dict)
+    operation_queries: list[OperationQuery] = field(default_factory=list)
     token_lookups: int = 0
     generations: list[int] = field(default_factory=list)
 
@@ -218,6 +222,15 @@ class FakeBackend:
         if unload.name not in self.adapters:
             raise AdapterNotFoundError(unload.name)
         return self.adapters.pop(unload.name)
+
+    async def list_operations(self, query: OperationQuery) -> list[OperationStatus]:
+        self.operation_queries.append(query)
+        return list(self.operations.values())
+
+    async def get_operation(self, op_id: str) -> OperationStatus:
+        if op_id not in self.operations:
+            raise OperationNotFoundError(op_id)
+        return self.operations[op_id]
 
     async def list_replicas(self) -> list[ReplicaStatus]:
         return [

@@ -7,6 +7,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _STEP_S = 0.05
+# Threads may also wait for what a later step does.
+_MAX_THREAD_WAITS = 300
 
 
 class FakeClock:
@@ -35,6 +37,7 @@ class FakeClock:
         end = self._now + seconds
         while self._now < end - 1e-9:
             self._now = min(end, self._now + _STEP_S)
+            await finish_threads()
             for wake_at, future in tuple(self._sleepers):
                 if wake_at <= self._now and not future.done():
                     future.set_result(None)
@@ -45,7 +48,7 @@ class FakeClock:
         task = asyncio.ensure_future(work)
         end = self._now + within_s
         while not task.done():
-            await asyncio.sleep(0.001)  # work in threads needs the real clock
+            await finish_threads()
             if task.done():
                 break
             assert self._now < end, "not finished in time"
@@ -57,9 +60,18 @@ class FakeClock:
 
         end = self._now + within_s
         while not holds():
-            await asyncio.sleep(0.001)
+            await finish_threads()
             assert self._now < end, "did not happen in time"
             await self.advance(_STEP_S)
+
+
+async def finish_threads() -> None:
+    """Let work in threads end, which takes no time by this clock."""
+    executor = asyncio.get_running_loop()._default_executor  # type: ignore[attr-defined]
+    for _ in range(_MAX_THREAD_WAITS):
+        await asyncio.sleep(0.001)
+        if executor is None or executor._idle_semaphore._value == len(executor._threads):
+            return
 
 
 async def settle() -> None:

@@ -10,7 +10,11 @@ from deployments.backend import (
     ReplicaStatus,
     UnloadAdapter,
 )
-from deployments.errors import AdapterNotFoundError, RuntimeUpdatingDisabledError
+from deployments.errors import (
+    AdapterNotFoundError,
+    OperationNotFoundError,
+    RuntimeUpdatingDisabledError,
+)
 from deployments.generation import (
     GenerateRequest,
     GenerationItem,
@@ -18,6 +22,7 @@ from deployments.generation import (
     TokenizeResult,
 )
 from deployments.llm_server import LLMServer
+from deployments.operations import OperationQuery, OperationStatus
 
 
 class LocalBackend:
@@ -56,6 +61,12 @@ class LocalBackend:
 
     async def unload_adapter(self, unload: UnloadAdapter) -> AdapterVersion:
         raise RuntimeUpdatingDisabledError
+
+    async def list_operations(self, query: OperationQuery) -> list[OperationStatus]:
+        return []
+
+    async def get_operation(self, op_id: str) -> OperationStatus:
+        raise OperationNotFoundError(op_id)
 
     async def list_replicas(self) -> list[ReplicaStatus]:
         return []

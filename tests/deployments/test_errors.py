@@ -69,6 +69,6 @@ def test_status_and_param(error: Exception, status: int, param: str | None) -> N
     assert (found.retry_after_s is not None) == (status in (429, 503))
 
 
-def test_rejection_names_each_reason_once() -> None:
+def test_rejection_names_each_reason_once_with_its_replicas() -> None:
     error = errors.AdapterRejectedError("sql", {"r1": "rank 9", "r2": "rank 9", "r3": "DoRA"})
-    assert str(error) == "adapter 'sql' was rejected: DoRA; rank 9"
+    assert str(error) == "adapter 'sql' was rejected: DoRA (r3); rank 9 (r1, r2)"

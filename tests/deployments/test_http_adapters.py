@@ -40,6 +40,7 @@ async def test_load_then_unload_answer_in_plain_text(client: Client, backend: Fa
         source="/adapters/x1",
         requested_by="anonymous",
         requested_from="127.0.0.1",
+        op_id=loaded.headers["x-lorafleet-operation"],
     )
     assert backend.loads == [expected]
     unloaded = await client.post(UNLOAD, json={"lora_name": "x1", "force": True, "timeout_s": 2})
