@@ -70,6 +70,29 @@ async def test_unreachable_replica_stops_admitting_before_the_load_succeeds(
         await lost.digest_for("sql")
 
 
+async def test_repeated_load_asks_anew_what_was_reported_to_a_controller_that_died(
+    cluster: Cluster,
+) -> None:
+    first, second = cluster.replicas["r1"], cluster.replicas["r2"]
+    path = cluster.write_adapter("sql")
+    second.engine.gate.clear()
+    load = asyncio.ensure_future(cluster.load("sql", path, op_id="op"))
+    await cluster.clock.until(lambda: second.engine.num_loads == 1)
+    await cluster.clock.advance(1)
+    # The new controller hears of the load again before it hears of the replica that is ready.
+    first.network.is_up.clear()
+    cluster.kill_controller()
+    with pytest.raises(Killed):
+        await load
+    cluster.start_controller()
+    again = asyncio.ensure_future(cluster.load("sql", path, op_id="op"))
+    await cluster.clock.until(lambda: bool(cluster.controller._agreement._prepares))
+    first.network.is_up.set()
+    second.engine.gate.set()
+    version = await cluster.clock.finish(again, within_s=5)
+    assert await first.digest_for("sql") == version.digest
+
+
 async def test_replica_adopts_what_it_missed_before_it_admits_again(cluster: Cluster) -> None:
     await cluster.clock.finish(cluster.load("sql", cluster.write_adapter("v1", "old")))
     lost = cluster.replicas["r2"]
