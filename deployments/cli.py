@@ -56,6 +56,8 @@ class Verdict:
             console.print(self.problem, markup=False, soft_wrap=True)
             return
         table = Table(title=self.source, show_header=False, title_justify="left")
+        table.add_column()
+        table.add_column(overflow="fold")
         rows = {
             "rank": str(self.info.rank),
             "target modules": ", ".join(self.info.target_modules),
