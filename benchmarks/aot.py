@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import json
 import sys
-import warnings
 from pathlib import Path
 
 from kernels.aot import TARGETS, CompiledKernel, all_cases, compile_all
@@ -50,6 +49,4 @@ def _print_row(row: CompiledKernel) -> None:
 
 
 if __name__ == "__main__":
-    # Triton announces a change of a default that these kernels set themselves or do not use.
-    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION is unset")
     sys.exit(main())

@@ -118,7 +118,9 @@ def _compile_only(target: GPUTarget) -> Iterator[list[_Launch]]:
 
     def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        config = " ".join(f"{name}={value}" for name, value in kwargs.items())
+        config = " ".join(
+            f"{name}={value}" for name, value in kwargs.items() if name != "enable_fp_fusion"
+        )
         values = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.ndim > 1]
         dtypes = {arg.dtype for arg in values if arg.dtype.is_floating_point}
         # Intermediates are float32 beside any dtype of the weights and activations.

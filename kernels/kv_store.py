@@ -70,4 +70,5 @@ def store_kv(
         HEAD_SIZE=head_size,
         BLOCK=STORE_KV.block,
         num_warps=STORE_KV.num_warps,
+        enable_fp_fusion=True,
     )

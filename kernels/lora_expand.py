@@ -279,6 +279,7 @@ def _launch(
             BLOCK_RANK=rows.block_rank,
             BLOCK_OUT=block_out,
             num_warps=rows.num_warps,
+            enable_fp_fusion=True,
         )
         return
     num_segments = batch.segment_slots.shape[0]
@@ -299,6 +300,7 @@ def _launch(
         BLOCK_OUT=block_out,
         SEARCH=tuning.SEARCH,
         num_warps=config.num_warps,
+        enable_fp_fusion=True,
         num_stages=config.num_stages,
     )
 

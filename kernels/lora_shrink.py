@@ -137,6 +137,7 @@ def lora_shrink(
             BLOCK_RANK=rows.block_rank,
             BLOCK_IN=min(rows.block_features, tuning.next_power_of_two(in_size)),
             num_warps=rows.num_warps,
+            enable_fp_fusion=True,
         )
         return mid
     config = tuning.shrink_tiles(batch.max_segment_len)
@@ -157,6 +158,7 @@ def lora_shrink(
         BLOCK_IN=config.block_features,
         SEARCH=tuning.SEARCH,
         num_warps=config.num_warps,
+        enable_fp_fusion=True,
         num_stages=config.num_stages,
     )
     return mid

@@ -160,6 +160,7 @@ def paged_decode(
         BLOCK_CONTEXT=config.block_context,
         BLOCK_HEAD=tuning.pad_head_size(head_size),
         num_warps=config.num_warps,
+        enable_fp_fusion=True,
         num_stages=config.num_stages,
     )
     if splits > 1:
@@ -171,5 +172,6 @@ def paged_decode(
             SPLITS=splits,
             BLOCK_HEAD=tuning.pad_head_size(head_size),
             num_warps=4,
+            enable_fp_fusion=True,
         )
     return out

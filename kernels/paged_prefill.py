@@ -188,6 +188,7 @@ def paged_prefill(
         BLOCK_HEAD=tuning.pad_head_size(head_size),
         SEARCH=tuning.SEARCH,
         num_warps=config.num_warps,
+        enable_fp_fusion=True,
         num_stages=config.num_stages,
     )
     return out
