@@ -5,7 +5,9 @@ Knows digests and how many requests use each. Knows nothing of names' meaning or
 ``load`` and ``resident`` may be called from any thread; the rest belongs to the engine's.
 """
 
+import sys
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +43,8 @@ class AdapterSet:
         )
         self._num_users: Counter[str] = Counter()
         self._retired: set[str] = set()
+        # Kept while the adapter is known at all: a slot may outlive the copy in host memory.
+        self._invocations: dict[str, tuple[int, ...]] = {}
 
     def load(self, lora: LoRARequest) -> AdapterInfo:
         """Read, check and keep an adapter in host memory; blocks while reading.
@@ -86,6 +90,14 @@ class AdapterSet:
     def fill_slot(self, slot: int, digest: str) -> None:
         """Copy the adapter's weights to a slot that no running request uses."""
         self._model.write_slot(slot, self.prefetcher.take(digest))
+
+    def start_in(self, prompt_token_ids: Sequence[int], lora: LoRARequest) -> int:
+        """From which token on a loaded adapter is applied: its last invocation, else never."""
+        assert lora.digest is not None
+        invocation = self._invocations.get(lora.digest)
+        if invocation is None:
+            return 0
+        return last_occurrence(invocation, prompt_token_ids)
 
     def remove(self, digest: str) -> None:
         """Forget an adapter, pinned or not, as soon as no request uses it."""
@@ -134,23 +146,36 @@ class AdapterSet:
         return self._cache.get_or_load(lora.digest, lambda: self._read(lora))
 
     def _read(self, lora: LoRARequest) -> LoRAAdapter:
-        return load_adapter(
+        adapter = load_adapter(
             lora,
             self._model.targets,
             self._config,
             self._model.spec.dtype,
             base_weight=self._model.base_weight,
         )
+        if adapter.invocation:
+            self._invocations[adapter.digest] = adapter.invocation
+        return adapter
 
     def _free(self, digest: str) -> None:
         self._retired.discard(digest)
         self._cache.remove(digest)
+        self._invocations.pop(digest, None)
         self.prefetcher.forget(digest)
         self.slots.unpin(digest)
         slot = self.slots.evict(digest)
         if slot is not None:
             self._model.clear_slot(slot)
         self._kv.drop_adapter(digest)
+
+
+def last_occurrence(wanted: Sequence[int], token_ids: Sequence[int]) -> int:
+    """Where `wanted` last starts in `token_ids`; after every possible token when it does not."""
+    wanted = list(wanted)
+    for start in range(len(token_ids) - len(wanted), -1, -1):
+        if list(token_ids[start : start + len(wanted)]) == wanted:
+            return start
+    return sys.maxsize
 
 
 def _with_digest(lora: LoRARequest) -> LoRARequest:

@@ -59,6 +59,7 @@ class Engine:
             None if self.adapters is None else self.adapters.slots,
             max_model_len=spec.max_model_len,
             adapter_ready=self._is_adapter_ready,
+            adapter_start=self._adapter_start,
         )
         block_size = config.cache.block_size
         self._runner = ModelRunner(self._model, block_size, has_lora=config.lora is not None)
@@ -205,6 +206,10 @@ class Engine:
     def _is_adapter_ready(self, request: Request) -> bool:
         assert self.adapters is not None and request.lora is not None
         return self.adapters.prefetcher.is_ready(request.lora)
+
+    def _adapter_start(self, request: Request) -> int:
+        assert self.adapters is not None and request.lora is not None
+        return self.adapters.start_in(request.prompt_token_ids, request.lora)
 
     def _run(self, scheduled: SchedulerOutput) -> list[RequestOutput]:
         result = self._runner.run(scheduled.scheduled, self._states)

@@ -3,8 +3,9 @@
 Knows block tables, slots and logits rows. Knows nothing of queues, text or adapters' files.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -48,11 +49,9 @@ class ModelRunner:
         logits = self._model.forward(
             *self._tokens(scheduled),
             attention=self._attention(scheduled),
-            lora=self._lora((item.num_tokens, item.slot) for item in scheduled),
+            lora=self._lora((item, range(item.num_tokens)) for item in scheduled),
             logits_rows=self._logits_rows(scheduled, rows),
-            logits_lora=self._lora(
-                (len(span), item.slot) for item, span in zip(scheduled, rows, strict=True)
-            ),
+            logits_lora=self._lora(zip(scheduled, rows, strict=True)),
         )
         prompt_logprobs = {}
         last_rows = []
@@ -122,13 +121,22 @@ class ModelRunner:
             start += item.num_tokens
         return torch.tensor(wanted, dtype=torch.int64).to(self._device)
 
-    def _lora(self, runs: Iterable[tuple[int, int | None]]) -> LoRABatch | None:
+    def _lora(self, spans: Iterable[tuple[ScheduledRequest, range]]) -> LoRABatch | None:
         if not self._has_lora:
             return None
+        runs = chain.from_iterable(_slot_runs(item, span) for item, span in spans)
         return build_lora_batch(runs, self._model.slot_ranks, self._device)
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device, non_blocking=True)
+
+
+def _slot_runs(item: ScheduledRequest, span: range) -> Iterator[tuple[int, int | None]]:
+    """Split a span of the item's tokens where its adapter starts."""
+    num_base = item.request.adapter_start - item.num_computed_tokens - span.start
+    num_base = min(max(num_base, 0), len(span))
+    yield num_base, None
+    yield len(span) - num_base, item.slot
 
 
 def _logits_range(item: ScheduledRequest) -> range:

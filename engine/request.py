@@ -25,6 +25,7 @@ class Request:
     """The state of one sequence.
 
     ``num_computed_tokens`` tokens (prompt first, then output) have KV. Preemption sets it back.
+    The adapter is applied from token ``adapter_start`` on; what comes before is the base model's.
     ``num_cached_tokens`` is how many prompt tokens the prefix cache served at first admission.
     """
 
@@ -39,6 +40,7 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    adapter_start: int = 0
 
     @property
     def key(self) -> tuple[str, int]:

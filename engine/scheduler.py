@@ -71,7 +71,8 @@ class Scheduler:
     """The waiting and running requests of one engine. Used by one thread.
 
     ``adapter_ready`` says whether the weights of a request's adapter are in host memory; it is
-    asked only for an adapter that is in no slot, and must be quick.
+    asked only for an adapter that is in no slot, and must be quick. ``adapter_start`` then says
+    from which token on the adapter is applied.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Scheduler:
         *,
         max_model_len: int,
         adapter_ready: Callable[[Request], bool],
+        adapter_start: Callable[[Request], int] = lambda request: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if kv.num_blocks < kv.blocks_for(max_model_len):
@@ -94,6 +96,7 @@ class Scheduler:
         self._gate = None if slots is None else SlotGate(slots, config.max_adapter_wait_s)
         self._max_model_len = max_model_len
         self._adapter_ready = adapter_ready
+        self._adapter_start = adapter_start
         self._clock = clock
         self._num_added = 0
         self._waiting = WaitingQueue()
@@ -266,6 +269,8 @@ class Scheduler:
     def _start(self, entry: QueueEntry, step: _Step) -> bool:
         """Move a waiting request to the running ones, unless blocks are short."""
         request = entry.request
+        if request.digest is not None:
+            request.adapter_start = self._adapter_start(request)
         cached = self._kv.find_cached(request)
         num_cached = len(cached) * self._kv.block_size
         if not self._kv.allocate_slots(request, request.num_tokens - num_cached, cached):

@@ -37,6 +37,7 @@ class LoRABatch:
     token_slots     [tokens]        int32  slot of each token, -1 for the base model
     segment_starts  [segments + 1]  int32  first token of each segment
     segment_slots   [segments]      int32  slot of each segment, -1 for the base model
+    segments        the same on the host: (first token, end, slot) of each segment with an adapter
     """
 
     token_slots: torch.Tensor
@@ -45,3 +46,4 @@ class LoRABatch:
     max_segment_len: int
     max_active_rank: int
     num_active: int
+    segments: tuple[tuple[int, int, int], ...] = ()

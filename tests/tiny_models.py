@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 # Odd widths and head counts on purpose: nothing may rely on powers of two.
 _SIZES = {
@@ -65,6 +65,11 @@ def save_tiny_model(
     config = AutoConfig.for_model(
         model_type, **((TINY_MODELS | _REFUSED_MODELS)[model_type] | overrides)
     )
+    save_random_model(path, config, dtype)
+
+
+def save_random_model(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> None:
+    """Write a random checkpoint for `config` whose weights are large enough to matter."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.cache.block_pool import BlockPool
-from engine.cache.prefix import block_hash, root_hash
+from engine.cache.prefix import block_hash, root_hash, switch_hash
 from engine.request import Request
 
 
@@ -98,7 +98,8 @@ class KVCacheManager:
         num_full = request.num_computed_tokens // self.block_size
         for index in range(table.num_remembered, num_full):
             name = self._hash_at(request, table, index)
-            self.pool.remember(table.block_ids[index], name, request.digest)
+            is_base = (index + 1) * self.block_size <= request.adapter_start
+            self.pool.remember(table.block_ids[index], name, None if is_base else request.digest)
         table.num_remembered = max(table.num_remembered, num_full)
 
     def free(self, request: Request) -> None:
@@ -115,6 +116,14 @@ class KVCacheManager:
         hashes = table.hashes
         while len(hashes) <= index:
             start = len(hashes) * self.block_size
-            parent = hashes[-1] if hashes else root_hash(request.digest)
+            parent = hashes[-1] if hashes else root_hash(_first_digest(request))
+            place = request.adapter_start
+            if request.digest is not None and start <= place < start + self.block_size and place:
+                parent = switch_hash(parent, request.digest, request.adapter_start)
             hashes.append(block_hash(parent, request.token_slice(start, start + self.block_size)))
         return hashes[index]
+
+
+def _first_digest(request: Request) -> str | None:
+    """Whose weights compute the first token."""
+    return None if request.adapter_start else request.digest

@@ -3,9 +3,11 @@
 Knows token ids and adapter digests. Knows nothing of blocks' places or lifetimes.
 
 A block's KV depends on its own tokens, on all tokens before it and on the weights. The hash chains
-these: the root stands for the weights, every block adds its tokens to its parent's hash. All fields
-have a fixed width or are the last one, and roots and blocks carry different tags, so two different
-inputs never give the same SHA-256 input, and no choice of tokens can imitate an adapter.
+these: the root stands for the weights, every block adds its tokens to its parent's hash. A sequence
+whose adapter is applied from some token on starts with the base model's blocks; a switch then adds
+the adapter and the place. All fields have a fixed width or are the last one, and roots, switches
+and blocks carry different tags, so two different inputs never give the same SHA-256 input, and no
+choice of tokens can imitate an adapter.
 """
 
 import hashlib
@@ -14,6 +16,7 @@ from collections.abc import Sequence
 
 _BASE_TAG = b"lorafleet-kv-base\0"
 _ADAPTER_TAG = b"lorafleet-kv-adapter\0"
+_SWITCH_TAG = b"lorafleet-kv-switch\0"
 _BLOCK_TAG = b"lorafleet-kv-block\0"
 
 
@@ -22,6 +25,12 @@ def root_hash(digest: str | None) -> bytes:
     if digest is None:
         return hashlib.sha256(_BASE_TAG).digest()
     return hashlib.sha256(_ADAPTER_TAG + digest.encode()).digest()
+
+
+def switch_hash(parent: bytes, digest: str, adapter_start: int) -> bytes:
+    """Return the parent of the first block with an adapter, after base blocks named by `parent`."""
+    place = adapter_start.to_bytes(8, "little")
+    return hashlib.sha256(_SWITCH_TAG + parent + place + digest.encode()).digest()
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:

@@ -4,8 +4,8 @@ Knows how configuration, tensors and modules must fit together. Knows nothing of
 other adapters.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,14 +13,14 @@ import torch
 from adapters import AdapterFiles, LoRARequest, find_adapter_files, read_adapter
 from engine.config import LoRAConfig
 from engine.errors import AdapterError, InvalidAdapterError, UnsupportedAdapterError
-from engine.lora.adapter_tensors import ModuleTensors, match_tensors
+from engine.lora.adapter_tensors import BaseWeight, ModuleTensors, match_tensors
+from engine.lora.module_change import ChangeBuilder, ModuleChange, check_finite
 from engine.lora.module_plan import ModulePlan, plan_modules, unmatched_targets
 from engine.lora.peft_config import MAX_CONFIG_BYTES, PeftLoRAConfig, read_peft_config
 from engine.lora.targets import ModelTargets, TargetKind
+from engine.lora.tensor_names import TensorRole
+from engine.lora.tensor_plan import TensorPlan, plan_tensors, trained_token_ids
 from engine.lora.weight_files import read_weight_files
-
-# Returns a base module's weight, None for a module that the base model does not have.
-BaseWeight = Callable[[str], torch.Tensor | None]
 
 # Headers, tokenizer and chat template files beside the weights.
 _EXTRA_BYTES = 256 << 20
@@ -66,11 +66,17 @@ class LoRAModule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoRAAdapter:
-    """An adapter's weights in host memory: views into one contiguous ``buffer``."""
+    """An adapter's weights in host memory.
+
+    ``modules`` are views into one contiguous ``buffer``; ``changes`` is what it changes otherwise.
+    An adapter with an ``invocation`` is applied from the last place on where these tokens occur.
+    """
 
     info: AdapterInfo
     buffer: torch.Tensor
     modules: Mapping[str, LoRAModule]
+    changes: Mapping[str, ModuleChange] = field(default_factory=dict)
+    invocation: tuple[int, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -78,8 +84,8 @@ class LoRAAdapter:
 
     @property
     def rank(self) -> int:
-        """The largest rank of any module."""
-        return self.info.rank
+        """The largest rank of any linear: what the kernels have to compute."""
+        return max((module.rank for module in self.modules.values()), default=0)
 
     @property
     def size_bytes(self) -> int:
@@ -97,7 +103,8 @@ def load_adapter(
     """Read and check the adapter in ``request.lora_path``.
 
     PEFT saves a copy of lm_head beside an adapter on it; ``base_weight`` lets that copy be
-    compared with the base model's own. Raises AdapterError, whatever the files hold.
+    compared with the base model's own, and DoRA's scale be computed. Raises AdapterError, whatever
+    the files hold.
     """
     try:
         return _load(request, targets, limits, dtype, base_weight)
@@ -122,8 +129,9 @@ def _load(
     raw_config = _read_config(files)
     config = read_peft_config(raw_config)
     plan = plan_modules(config, targets)
+    wanted = plan_tensors(config, plan, targets)
     _check_ranks(plan, limits)
-    _check_size(files, targets, limits)
+    _check_size(files, wanted, targets, limits)
 
     content = read_adapter(files)
     if content.config != raw_config:
@@ -134,20 +142,30 @@ def _load(
             "changed"
         )
     stored = read_weight_files(content.weights, allow_pickle=limits.allow_pickle)
-    tensors = match_tensors(stored, plan, targets, base_weight)
+    tensors = match_tensors(stored, wanted, plan, targets, base_weight)
     buffer, modules = _copy_weights(tensors, plan, dtype)
+    changes = _changes(tensors, plan, targets, config, ChangeBuilder(dtype, base_weight))
+    if not any(m.lora_b.any() for m in modules.values()) and all(
+        change.is_trivial for change in changes.values()
+    ):
+        raise InvalidAdapterError("every lora_B is zero: the adapter would change nothing")
     info = AdapterInfo(
         digest=content.digest,
         lora_name=request.lora_name,
-        rank=max(module.rank for module in modules.values()),
-        size_bytes=buffer.nbytes,
-        target_modules=tuple(dict.fromkeys(name.rpartition(".")[2] for name in modules)),
-        num_modules=len(modules),
+        rank=max(module.rank for module in plan.values()),
+        size_bytes=buffer.nbytes + sum(change.size_bytes for change in changes.values()),
+        target_modules=tuple(dict.fromkeys(name.rpartition(".")[2] for name in plan)),
+        num_modules=len(plan),
         num_tensors=len(stored),
         features=config.features,
-        notes=tuple(_notes(config, targets, modules)),
+        notes=tuple(
+            f"target_modules entry {entry!a} matches no module of the base model"
+            for entry in unmatched_targets(config, targets)
+        ),
     )
-    return LoRAAdapter(info=info, buffer=buffer, modules=modules)
+    return LoRAAdapter(
+        info=info, buffer=buffer, modules=modules, changes=changes, invocation=config.invocation
+    )
 
 
 def _read_config(files: AdapterFiles) -> bytes:
@@ -165,13 +183,17 @@ def _check_ranks(plan: Mapping[str, ModulePlan], limits: LoRAConfig) -> None:
         )
 
 
-def _check_size(files: AdapterFiles, targets: ModelTargets, limits: LoRAConfig) -> None:
+def _check_size(
+    files: AdapterFiles, wanted: TensorPlan, targets: ModelTargets, limits: LoRAConfig
+) -> None:
     """Bound what is read into memory by the largest adapter that could be served."""
     itemsize = torch.float32.itemsize
     limit = _EXTRA_BYTES
+    full = {name for name, roles in wanted.items() if TensorRole.MODULE_WEIGHT in roles}
     for target in targets.values():
-        limit += itemsize * limits.max_lora_rank * (target.in_features + target.out_features)
-        if target.kind in (TargetKind.EMBEDDING, TargetKind.LM_HEAD):
+        widths = target.in_features + target.out_features
+        limit += itemsize * (limits.max_lora_rank + 4) * widths
+        if target.name in full or target.kind in (TargetKind.EMBEDDING, TargetKind.LM_HEAD):
             limit += 2 * itemsize * target.in_features * target.out_features
     if files.size_bytes > limit:
         raise InvalidAdapterError(
@@ -183,7 +205,12 @@ def _check_size(files: AdapterFiles, targets: ModelTargets, limits: LoRAConfig) 
 def _copy_weights(
     tensors: Mapping[str, ModuleTensors], plan: Mapping[str, ModulePlan], dtype: torch.dtype
 ) -> tuple[torch.Tensor, dict[str, LoRAModule]]:
-    shapes = {name: (*pair.lora_a.shape, pair.lora_b.shape[0]) for name, pair in tensors.items()}
+    pairs = {
+        name: (parts[TensorRole.LORA_A], parts[TensorRole.LORA_B])
+        for name, parts in tensors.items()
+        if TensorRole.LORA_A in parts
+    }
+    shapes = {name: (*a.shape, b.shape[0]) for name, (a, b) in pairs.items()}
     size = sum(
         _aligned(rank * in_features) + _aligned(rank * out_features)
         for rank, in_features, out_features in shapes.values()
@@ -196,29 +223,33 @@ def _copy_weights(
         offset += _aligned(lora_a.numel())
         lora_b = buffer[offset : offset + rank * out_features].view(rank, out_features)
         offset += _aligned(lora_b.numel())
-        lora_a.copy_(tensors[name].lora_a.load())
+        stored_a, stored_b = pairs[name]
+        lora_a.copy_(stored_a.load())
         # In float32 before the cast, as PEFT scales in at least the weights' precision.
-        lora_b.copy_((tensors[name].lora_b.load().float() * plan[name].scaling).t())
-        _check_finite(name, "lora_A", lora_a)
-        _check_finite(name, "lora_B", lora_b)
+        lora_b.copy_((stored_b.load().float() * plan[name].scaling).t())
+        check_finite(name, "lora_A", lora_a)
+        check_finite(name, "lora_B", lora_b)
         modules[name] = LoRAModule(lora_a, lora_b)
     return buffer, modules
 
 
-def _check_finite(module: str, part: str, values: torch.Tensor) -> None:
-    if not torch.isfinite(values).all():
-        raise InvalidAdapterError(
-            f"{part} of {module} has values that are not finite in {values.dtype}"
-        )
-
-
-def _notes(
-    config: PeftLoRAConfig, targets: ModelTargets, modules: Mapping[str, LoRAModule]
-) -> Iterator[str]:
-    if not any(module.lora_b.any() for module in modules.values()):
-        yield "every lora_B is zero, so the adapter answers exactly as the base model"
-    for entry in unmatched_targets(config, targets):
-        yield f"target_modules entry {entry!a} matches no module of the base model"
+def _changes(
+    tensors: Mapping[str, ModuleTensors],
+    plan: Mapping[str, ModulePlan],
+    targets: ModelTargets,
+    config: PeftLoRAConfig,
+    builder: ChangeBuilder,
+) -> dict[str, ModuleChange]:
+    trained = trained_token_ids(config, targets)
+    changes: dict[str, ModuleChange] = {}
+    for name, parts in tensors.items():
+        change = builder.build(targets[name], parts, plan.get(name), trained.get(name, ()))
+        if change is not None:
+            changes[name] = change
+    if targets.input_embedding in trained and targets.tied_head is not None:
+        # One weight: a trained row of the embedding is one of the head as well.
+        changes[targets.tied_head] = changes[targets.input_embedding]
+    return changes
 
 
 def _aligned(size: int) -> int:

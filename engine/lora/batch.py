@@ -48,6 +48,13 @@ def build_lora_batch(
         max_segment_len=max(lengths),
         max_active_rank=max(slot_ranks[slot] for slot in active),
         num_active=len(active),
+        segments=tuple(
+            (start, stop, slot)
+            for start, stop, slot in zip(
+                segment_starts[:-1].tolist(), segment_starts[1:].tolist(), slots, strict=True
+            )
+            if slot != NO_SLOT
+        ),
     )
 
 

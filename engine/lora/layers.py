@@ -5,36 +5,79 @@ adapters' names, files or how slots are assigned.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 from torch import nn
 
 from engine.config import LoRAConfig
-from engine.lora.targets import ModelTargets, TargetKind
+from engine.lora.adapter import LoRAAdapter
+from engine.lora.slot_changes import SlotChanges
+from engine.lora.targets import ModelTargets
 from engine.lora.weights import LoRAWeights
 from engine.models.context import ForwardContext, LoRAScope
 from engine.models.layers import KernelLinear, LinearGroup
 from kernels import ops
 
 
+@dataclass(frozen=True, slots=True)
+class ModelPlace:
+    """Where a model runs; ``head_modules`` see only the tokens whose logits are wanted."""
+
+    dtype: torch.dtype
+    device: torch.device
+    head_modules: frozenset[str]
+
+
 class LoRAUpdate:
     """``y += scaling * B @ A @ x`` of each token's adapter, for linears that share their input.
 
-    Does nothing in a step without adapters, or while no adapter in a slot targets the linears.
+    Then what an adapter changes otherwise, such as DoRA's scale. Does nothing in a step without
+    adapters, or while no adapter in a slot targets the linears.
     """
 
-    __slots__ = ("_name", "_scope", "_weights")
+    __slots__ = ("_changes", "_names", "_scope", "_weights")
 
-    def __init__(self, name: str, weights: LoRAWeights, scope: LoRAScope) -> None:
-        self._name = name
-        self._weights = weights
+    def __init__(self, names: tuple[str, ...], slots: "LoRASlots", scope: LoRAScope) -> None:
+        self._names = names
+        self._weights = slots.weights
+        self._changes = slots.changes
         self._scope = scope
 
     def __call__(self, rows: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
-        batch = self._scope.batch
-        if batch is not None and (lora := self._weights.module(self._name)) is not None:
+        scope = self._scope
+        batch = scope.batch
+        if batch is None:
+            return
+        if (lora := self._weights.module(self._names[0])) is not None:
             ops.lora_apply(rows, lora.lora_a, lora.lora_b, lora.ranks, batch, outs)
+        if scope.changes is not None:
+            self._changes.apply_to_linears(self._names, rows, outs, scope.changes)
+
+
+class LoRASlots:
+    """The slots of one model: what the kernels read, and what adapters change otherwise."""
+
+    def __init__(self, weights: LoRAWeights, changes: SlotChanges) -> None:
+        self.weights = weights
+        self.changes = changes
+
+    @property
+    def size_bytes(self) -> int:
+        """Device memory of what is allocated so far."""
+        return self.weights.size_bytes + self.changes.size_bytes
+
+    def write_slot(self, slot: int, adapter: LoRAAdapter) -> None:
+        """Replace what the slot holds by the adapter. No running step may use the slot."""
+        self.changes.clear_slot(slot)
+        self.weights.write_slot(slot, adapter)
+        self.changes.write_slot(slot, adapter.changes)
+
+    def clear_slot(self, slot: int) -> None:
+        """Make the slot change nothing."""
+        self.changes.clear_slot(slot)
+        self.weights.clear_slot(slot)
 
 
 def attach_lora(
@@ -42,23 +85,27 @@ def attach_lora(
     targets: ModelTargets,
     config: LoRAConfig,
     context: ForwardContext,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> LoRAWeights:
+    place: ModelPlace,
+) -> LoRASlots:
     """Let every linear of `model` add the adapters in the returned slots."""
+
+    def scope_of(name: str) -> LoRAScope:
+        return context.head if name in place.head_modules else context.layers
+
     linears = {m: name for name, m in model.named_modules() if isinstance(m, KernelLinear)}
     groups = [module for module in model.modules() if isinstance(module, LinearGroup)]
     names = [tuple(linears[member] for member in group.members) for group in groups]
-    weights = LoRAWeights(targets, config, dtype, device, names)
+    changes = SlotChanges(model, targets, config.max_loras, place.device, scope_of)
+    slots = LoRASlots(LoRAWeights(targets, config, place.dtype, place.device, names), changes)
+    context.select = changes.select
     for group, members in zip(groups, names, strict=True):
-        group.update = LoRAUpdate(members[0], weights, context.layers)
+        group.update = LoRAUpdate(members, slots, context.layers)
         for member in group.members:
             member.update = _refuse
             del linears[member]
     for linear, name in linears.items():
-        is_head = targets[name].kind is TargetKind.LM_HEAD
-        linear.update = LoRAUpdate(name, weights, context.head if is_head else context.layers)
-    return weights
+        linear.update = LoRAUpdate((name,), slots, scope_of(name))
+    return slots
 
 
 def _refuse(rows: torch.Tensor, outs: Sequence[torch.Tensor]) -> NoReturn:

@@ -48,9 +48,9 @@ def plan_modules(config: PeftLoRAConfig, targets: ModelTargets) -> dict[str, Mod
             f"{targets.base_model}, which has {_shown(_last_segments(targets))}"
         )
     for name in names:
-        if targets[name].kind is TargetKind.EMBEDDING:
+        if targets[name].kind in (TargetKind.NORM, TargetKind.OTHER):
             raise UnsupportedAdapterError(
-                f"target_modules name the embedding {name!r}; LoRA on embeddings is not served"
+                f"target_modules name {name!r}, {targets[name].kind.value}, which is not served"
             )
     ranks = _pattern_values("rank_pattern", config.rank_pattern, names, config.rank)
     alphas = _pattern_values("alpha_pattern", config.alpha_pattern, names, config.alpha)
@@ -77,7 +77,19 @@ def _targeted_names(config: PeftLoRAConfig, targets: ModelTargets) -> list[str]:
         chosen = {name for name in names if targets[name].kind in _ALL_LINEAR_KINDS}
     else:
         chosen = _matching(config.target_modules, names, "target_modules")
-    return [name for name in names if name in chosen and name not in excluded]
+    saved = tuple(config.modules_to_save)
+    return [
+        name
+        for name in names
+        if name in chosen and name not in excluded and not _is_saved(name, saved)
+    ]
+
+
+def _is_saved(name: str, saved: tuple[str, ...]) -> bool:
+    """Whether PEFT trains the module, or one that contains it, as a whole."""
+    segments = name.split(".")
+    above = [".".join(segments[:end]) for end in range(1, len(segments) + 1)]
+    return any(path == entry or path.endswith("." + entry) for path in above for entry in saved)
 
 
 def _listed(config: PeftLoRAConfig, names: list[str]) -> set[str]:

@@ -5,9 +5,10 @@ Knows PEFT's fields and their types. Knows neither the base model nor the weight
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Literal, NoReturn, get_args
 
 from engine.errors import InvalidAdapterError, UnsupportedAdapterError
 from engine.lora.peft_fields import (
@@ -22,6 +23,11 @@ MAX_CONFIG_BYTES = 4 << 20
 
 ALL_LINEAR = "all-linear"
 
+# Which of the base model's biases an adapter replaces.
+Bias = Literal["none", "all", "lora_only"]
+
+_PLAIN_NAME = re.compile(r"[\w-]+(\.[\w-]+)*", re.ASCII)
+
 _SHOWN = 80
 
 
@@ -31,7 +37,9 @@ class PeftLoRAConfig:
 
     ``target_modules`` and ``exclude_modules`` are a regular expression when a string and name
     suffixes when a tuple. Patterns keep the file's order, because the first match wins. An empty
-    ``layers_to_transform`` means every layer, as None does.
+    ``layers_to_transform`` means every layer, as None does. ``trained_tokens`` gives the token ids
+    of each module, where None stands for the input embedding. The adapter is applied from the last
+    ``invocation`` in the prompt on, from the first token if that is empty.
     """
 
     rank: int
@@ -43,6 +51,12 @@ class PeftLoRAConfig:
     alpha_pattern: tuple[tuple[str, float], ...] = ()
     layers_to_transform: frozenset[int] | None = None
     layers_pattern: tuple[str, ...] = ()
+    bias: Bias = "none"
+    lora_bias: bool = False
+    use_dora: bool = False
+    modules_to_save: tuple[str, ...] = ()
+    trained_tokens: tuple[tuple[str | None, tuple[int, ...]], ...] = ()
+    invocation: tuple[int, ...] = ()
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -53,6 +67,12 @@ class PeftLoRAConfig:
             "alpha_pattern": bool(self.alpha_pattern),
             "exclude_modules": bool(self.exclude_modules),
             "layers_to_transform": bool(self.layers_to_transform),
+            "bias": self.bias != "none",
+            "lora_bias": self.lora_bias,
+            "use_dora": self.use_dora,
+            "modules_to_save": bool(self.modules_to_save),
+            "trainable_token_indices": bool(self.trained_tokens),
+            "alora_invocation_tokens": bool(self.invocation),
         }
         return tuple(name for name, is_used in used.items() if is_used)
 
@@ -104,6 +124,12 @@ def parse_peft_config(fields: object) -> PeftLoRAConfig:
         ),
         layers_to_transform=layers_to_transform,
         layers_pattern=layers_pattern,
+        bias=_bias(fields),
+        lora_bias=_boolean(fields, "lora_bias"),
+        use_dora=_boolean(fields, "use_dora"),
+        modules_to_save=_modules_to_save(fields),
+        trained_tokens=_trained_tokens(fields),
+        invocation=_invocation(fields),
     )
 
 
@@ -123,9 +149,8 @@ def _refuse_unsupported(fields: Mapping[str, object]) -> None:
         value = fields.get(name)
         if not is_off(value):
             _unsupported(f"{name}={_show(value)} asks for {feature}, which is not served")
-    bias = fields.get("bias", "none")
-    if bias != "none":
-        _unsupported(f'bias={_show(bias)} is not served; only bias="none" is')
+    if fields.get("use_dora") is True and fields.get("lora_bias") is True:
+        _unsupported("lora_bias with use_dora is not served; PEFT does not allow it either")
     init = fields.get("init_lora_weights", True)
     if not any(init is known or init == known for known in INITS_ON_UNCHANGED_BASE):
         _unsupported(
@@ -180,6 +205,58 @@ def _layers_pattern(fields: Mapping[str, object]) -> tuple[str, ...]:
     if not isinstance(patterns, list) or not all(isinstance(item, str) for item in patterns):
         _invalid(f"layers_pattern must be a string or a list of strings, got {_show(value)}")
     return tuple(pattern for pattern in patterns if pattern)
+
+
+def _bias(fields: Mapping[str, object]) -> Bias:
+    value = fields.get("bias", "none")
+    for known in get_args(Bias):
+        if value == known:
+            return known  # type: ignore[no-any-return]
+    _unsupported(f"bias={_show(value)} is not served; known are {', '.join(get_args(Bias))}")
+
+
+def _modules_to_save(fields: Mapping[str, object]) -> tuple[str, ...]:
+    value = fields.get("modules_to_save")
+    if is_off(value):
+        return ()
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        _invalid(f"modules_to_save must be a list of strings, got {_show(value)}")
+    for item in value:
+        # PEFT takes them as suffixes here and as regular expressions there.
+        if not _PLAIN_NAME.fullmatch(item):
+            _unsupported(f"modules_to_save entry {_show(item)} is not a plain module name")
+    return tuple(value)
+
+
+def _trained_tokens(
+    fields: Mapping[str, object],
+) -> tuple[tuple[str | None, tuple[int, ...]], ...]:
+    value = fields.get("trainable_token_indices")
+    if is_off(value):
+        return ()
+    entries: dict[str | None, object] = value if isinstance(value, dict) else {None: value}
+    trained: list[tuple[str | None, tuple[int, ...]]] = []
+    for name, ids in entries.items():
+        if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+            _invalid(f"trainable_token_indices must hold lists of token ids, got {_show(value)}")
+        if len(set(ids)) != len(ids):
+            _invalid("trainable_token_indices names a token twice")
+        trained.append((name, tuple(ids)))
+    return tuple(trained)
+
+
+def _invocation(fields: Mapping[str, object]) -> tuple[int, ...]:
+    value = fields.get("alora_invocation_tokens")
+    if is_off(value):
+        return ()
+    if not isinstance(value, list) or not all(type(i) is int and i >= 0 for i in value):
+        _invalid(f"alora_invocation_tokens must be a list of token ids, got {_show(value)}")
+    for name in ("use_dora", "modules_to_save", "trainable_token_indices"):
+        if not is_off(fields.get(name)):
+            _unsupported(f"alora_invocation_tokens with {name} is not served")
+    if fields.get("bias", "none") != "none":
+        _unsupported("alora_invocation_tokens with bias is not served")
+    return tuple(value)
 
 
 def _pattern(fields: Mapping[str, object], name: str) -> dict[str, object]:

@@ -19,7 +19,12 @@ HONOURED = frozenset(
         "exclude_modules",
         "layers_to_transform",
         "layers_pattern",
+        "alora_invocation_tokens",
         "init_lora_weights",
+        "lora_bias",
+        "modules_to_save",
+        "trainable_token_indices",
+        "use_dora",
     }
 )
 
@@ -46,19 +51,14 @@ HARMLESS = frozenset(
 
 # Accepted only when off; the text names the feature in the refusal.
 OFF_ONLY = {
-    "alora_invocation_tokens": "activated LoRA (aLoRA)",
     "arrow_config": "Arrow routing between adapters",
     "ensure_weight_tying": "adapters shared between tied embeddings",
     "kasa_config": "KaSA, which changes the base weights",
     "layer_replication": "replicated base layers",
-    "lora_bias": "a bias on lora_B",
     "megatron_config": "Megatron parallel layers",
-    "modules_to_save": "fully trained modules",
     "monteclora_config": "Monteclora sampling",
     "target_parameters": "LoRA on bare parameters",
-    "trainable_token_indices": "trained token embeddings",
     "use_bdlora": "block-diagonal LoRA",
-    "use_dora": "DoRA",
     "use_qalora": "QALoRA",
     "velora_config": "VeLoRA",
 }

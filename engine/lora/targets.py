@@ -15,6 +15,13 @@ class TargetKind(StrEnum):
     CONV1D = "conv1d"
     EMBEDDING = "embedding"
     LM_HEAD = "lm_head"
+    NORM = "norm"
+    OTHER = "a module that takes no adapter"
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it maps rows [T, in] to [T, out] by a matrix."""
+        return self in (TargetKind.LINEAR, TargetKind.CONV1D, TargetKind.LM_HEAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +32,21 @@ class LoRATarget:
     in_features: int
     out_features: int
     kind: TargetKind = TargetKind.LINEAR
+    has_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTargets(Mapping[str, LoRATarget]):
-    """Every module of one base model that an adapter could name, by module path."""
+    """Every module with weights of one base model, by module path.
+
+    ``tied_head`` is the output head whose weight is that of ``input_embedding``, None without one.
+    """
 
     modules: Mapping[str, LoRATarget]
     base_model: str = ""
     architecture: str = ""
+    input_embedding: str | None = None
+    tied_head: str | None = None
 
     def __getitem__(self, name: str) -> LoRATarget:
         return self.modules[name]

@@ -17,7 +17,8 @@ class TensorRole(StrEnum):
     LORA_B = "lora_B"
     LORA_BIAS = "a bias on lora_B"
     MAGNITUDE = "a DoRA magnitude"
-    EMBEDDING = "LoRA on an embedding"
+    EMBEDDING_A = "lora_embedding_A"
+    EMBEDDING_B = "lora_embedding_B"
     TRAINED_TOKENS = "trained token embeddings"
     OTHER_LORA = "an unknown LoRA variant"
     MODULE_WEIGHT = "a full weight"
@@ -41,9 +42,11 @@ _LORA_KEY = re.compile(
     r"(?:\.(?P<kind>weight|bias))?",
     re.DOTALL,
 )
-_TOKENS_KEY = re.compile(r"(?P<module>.+?)\.(?:token_adapter\.)?trainable_tokens_.*", re.DOTALL)
+_TOKENS_KEY = re.compile(
+    r"(?P<module>.+?)\.(?:token_adapter\.)?trainable_tokens_delta(?:\.[^.]+)?", re.DOTALL
+)
 _MODULE_KEY = re.compile(
-    r"(?P<module>.+?)(?:\.base_layer|\.modules_to_save(?:\.[^.]+)?)?\.(?P<kind>weight|bias)",
+    r"(?P<module>.+?)(?:(?:\.token_adapter)?\.base_layer|\.modules_to_save(?:\.[^.]+)?)?\.(?P<kind>weight|bias)",
     re.DOTALL,
 )
 
@@ -53,8 +56,8 @@ _LORA_PARTS = {
     ("lora_B", "bias"): TensorRole.LORA_BIAS,
     ("lora_magnitude_vector", "weight"): TensorRole.MAGNITUDE,
     ("lora_magnitude_vector", None): TensorRole.MAGNITUDE,
-    ("lora_embedding_A", None): TensorRole.EMBEDDING,
-    ("lora_embedding_B", None): TensorRole.EMBEDDING,
+    ("lora_embedding_A", None): TensorRole.EMBEDDING_A,
+    ("lora_embedding_B", None): TensorRole.EMBEDDING_B,
 }
 
 

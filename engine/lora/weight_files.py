@@ -19,7 +19,13 @@ from engine.errors import InvalidAdapterError, UnsupportedAdapterError
 # 2000 tensors need about 250 kB; the rest is room for long names.
 MAX_HEADER_BYTES = 16 << 20
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +110,8 @@ def _parse_entry(
     name, shape, offsets = (entry.get(field) for field in ("dtype", "shape", "data_offsets"))
     if not isinstance(name, str) or name not in _DTYPES:
         raise UnsupportedAdapterError(
-            f"{file}: tensor {_shown(key)} has dtype {_shown(name)}; served are F32, F16 and BF16"
+            f"{file}: tensor {_shown(key)} has dtype {_shown(name)}; served are "
+            f"{', '.join(_DTYPES)}"
         )
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         _invalid(file, f"describes tensor {_shown(key)} with a damaged shape or offsets")
@@ -178,7 +185,7 @@ def _pickled_tensor(key: object, value: object) -> StoredTensor:
     if value.layout is not torch.strided or value.dtype not in _DTYPES.values() or value.is_meta:
         raise UnsupportedAdapterError(
             f"{PICKLE_WEIGHTS_FILE}: tensor {_shown(key)} is {value.dtype}, {value.layout}; served "
-            "are dense float32, float16 and bfloat16"
+            f"are dense {', '.join(_DTYPES)}"
         )
     return StoredTensor(PICKLE_WEIGHTS_FILE, tuple(value.shape), value.dtype, lambda: value)
 

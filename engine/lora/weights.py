@@ -93,7 +93,8 @@ class LoRAWeights:
             places.append(weights.lora_a[projection, slot, : module.rank])
             places.append(weights.lora_b[projection][slot, : module.rank])
             sources.extend(_in_buffer(staged, part) for part in (module.lora_a, module.lora_b))
-        torch._foreach_copy_(places, sources)
+        if places:
+            torch._foreach_copy_(places, sources)
         self._ranks[:, slot] = ranks.to(self._device)
         self._slot_ranks[slot] = adapter.rank
 

@@ -44,11 +44,16 @@ GATED_MLPS = frozenset(
 
 
 def find_targets(model: PreTrainedModel, base_model: str) -> ModelTargets:
-    """Return every linear and embedding of `model` by path: what an adapter's config may name."""
+    """Return every module with weights of `model`, into which no kernels were injected yet."""
+    names = {module: name for name, module in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = head is not None and head.weight is embedding.weight
     return ModelTargets(
         modules={target.name: target for target in _targets(model)},
         base_model=base_model,
         architecture=type(model).__name__,
+        input_embedding=names[embedding],
+        tied_head=names[head] if is_tied else None,
     )
 
 
@@ -67,14 +72,33 @@ def inject_kernels(model: nn.Module) -> None:
 def _targets(model: PreTrainedModel) -> Iterator[LoRATarget]:
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
+        has_bias = getattr(module, "bias", None) is not None
         if type(module) is nn.Linear:
             kind = TargetKind.LM_HEAD if module is head else TargetKind.LINEAR
-            yield LoRATarget(name, module.in_features, module.out_features, kind)
+            yield LoRATarget(name, module.in_features, module.out_features, kind, has_bias)
         elif type(module) is Conv1D:
-            yield LoRATarget(name, module.nx, module.nf, TargetKind.CONV1D)
+            yield LoRATarget(name, module.nx, module.nf, TargetKind.CONV1D, has_bias)
         elif isinstance(module, nn.Embedding):
             size = (module.num_embeddings, module.embedding_dim)
             yield LoRATarget(name, *size, TargetKind.EMBEDDING)
+        elif _is_norm_of_tokens(model, name, module):
+            width = module.get_parameter("weight").shape[0]
+            yield LoRATarget(name, width, width, TargetKind.NORM, has_bias)
+        elif any(True for _ in module.parameters(recurse=False)):
+            yield LoRATarget(name, 0, 0, TargetKind.OTHER, has_bias)
+
+
+def _is_norm_of_tokens(model: nn.Module, name: str, module: nn.Module) -> bool:
+    """Return whether the rows of a norm's input are tokens, in order.
+
+    Norms inside attention may see heads before tokens, unless they are known ones.
+    """
+    weight = getattr(module, "weight", None)
+    if "Norm" not in type(module).__name__ or weight is None or weight.dim() != 1:
+        return False
+    above = [model.get_submodule(name[:end]) for end, char in enumerate(name) if char == "."]
+    is_in_attention = any("Attention" in type(parent).__name__ for parent in above)
+    return _path(module) in RMS_NORMS or not is_in_attention
 
 
 def _kernel_layer(module: nn.Module) -> nn.Module | None:
@@ -85,7 +109,7 @@ def _kernel_layer(module: nn.Module) -> nn.Module | None:
         # Conv1D keeps [in, out]; the kernels read a row of weights for each output.
         weight, bias = module.get_parameter("weight"), module.get_parameter("bias")
         return KernelLinear(weight.T.contiguous(), bias)
-    path = f"{type(module).__module__}.{type(module).__qualname__}"
+    path = _path(module)
     if path in RMS_NORMS:
         assert isinstance(module.weight, torch.Tensor)
         return KernelRMSNorm(module.weight, float(module.variance_epsilon))  # type: ignore[arg-type]
@@ -94,6 +118,10 @@ def _kernel_layer(module: nn.Module) -> nn.Module | None:
         if all(isinstance(linear, KernelLinear) for linear in linears):
             return GatedMLP(*linears)
     return None
+
+
+def _path(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _is_silu(activation: object) -> bool:

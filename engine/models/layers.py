@@ -65,13 +65,17 @@ class KernelRMSNorm(nn.Module):
         super().__init__()
         self.weight = weight.detach()
         self.eps = eps
+        self.update: Update | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.normalise(x.reshape(-1, x.shape[-1])).view(x.shape)
 
     def normalise(self, rows: torch.Tensor) -> torch.Tensor:
         """Map rows [T, hidden] to a new [T, hidden]."""
-        return ops.rms_norm(rows, self.weight, self.eps)
+        out = ops.rms_norm(rows, self.weight, self.eps)
+        if self.update is not None:
+            self.update(rows, (out,))
+        return out
 
 
 class GatedMLP(nn.Module):

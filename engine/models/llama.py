@@ -42,6 +42,9 @@ def is_llama_shaped(model: PreTrainedModel) -> bool:
 class LlamaBody:
     """The forward pass from token ids to logits."""
 
+    # The last norm runs after the rows with logits are chosen.
+    head_modules = frozenset({"model.norm", "lm_head"})
+
     def __init__(self, model: PreTrainedModel) -> None:
         window_of = _WINDOWS[type(model).__name__]
         inner: Any = model.model

@@ -4,8 +4,8 @@ Knows how the parts of ``engine.models`` fit together. Knows nothing of requests
 adapters' names.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -14,9 +14,8 @@ from engine.cache.kv_cache import allocate_kv, num_blocks_that_fit
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModelError
 from engine.lora.adapter import LoRAAdapter
-from engine.lora.layers import attach_lora
+from engine.lora.layers import LoRASlots, ModelPlace, attach_lora
 from engine.lora.targets import ModelTargets
-from engine.lora.weights import LoRAWeights
 from engine.models.attention import (
     ATTENTION_NAME,
     AttentionSpec,
@@ -33,8 +32,19 @@ from engine.models.registry import max_model_len, model_class, read_config
 from engine.models.spec import ModelSpec
 from kernels.metadata import AttentionBatch, LoRABatch
 
-# From token ids [T], positions [T] and rows [R] to the logits [R, vocab] of these rows.
-_Body = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+class _Body(Protocol):
+    """From token ids [T], positions [T] and rows [R] to the logits [R, vocab] of these rows.
+
+    ``head_modules`` are the modules that see the chosen rows alone.
+    """
+
+    @property
+    def head_modules(self) -> frozenset[str]: ...
+
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor: ...
 
 
 class PagedModel:
@@ -70,10 +80,14 @@ class PagedModel:
         self._cache_config = config.cache
         self._attention = attach_paged_attention(model, self._run_token, self._context)
         self.spec = _spec(model, self._attention, length, device)
-        self._lora: LoRAWeights | None = None
+        self._lora: LoRASlots | None = None
         if config.lora is not None:
             self._lora = attach_lora(
-                model, self.targets, config.lora, self._context, model.dtype, device
+                model,
+                self.targets,
+                config.lora,
+                self._context,
+                ModelPlace(model.dtype, device, self._body.head_modules),
             )
         check_isolation(self.forward, self.allocate_cache, config.cache.block_size, self.spec)
         self._release_cache()
@@ -91,24 +105,24 @@ class PagedModel:
 
     def write_slot(self, slot: int, adapter: LoRAAdapter) -> None:
         """Make `slot` mean `adapter`; no running step may use the slot."""
-        self._lora_weights().write_slot(slot, adapter)
+        self._lora_slots().write_slot(slot, adapter)
 
     def clear_slot(self, slot: int) -> None:
         """Make `slot` mean no adapter."""
-        self._lora_weights().clear_slot(slot)
+        self._lora_slots().clear_slot(slot)
 
     @property
     def slot_ranks(self) -> Sequence[int]:
         """The largest rank in each slot, 0 for an empty one: what ``build_lora_batch`` asks for."""
-        return self._lora_weights().slot_ranks
+        return self._lora_slots().weights.slot_ranks
 
-    def base_weight(self, name: str) -> torch.Tensor | None:
-        """Return the weight of the base model's module at this path, None where there is none.
+    def base_weight(self, name: str, parameter: str = "weight") -> torch.Tensor | None:
+        """Return the weight or bias of the base model's module at this path, None without one.
 
-        For telling whether an adapter's copy of a base weight is only that.
+        For telling whether an adapter's copy of a base weight is only that, and for DoRA.
         """
         try:
-            weight = getattr(self._model.get_submodule(name), "weight", None)
+            weight = getattr(self._model.get_submodule(name), parameter, None)
         except AttributeError:
             return None
         return weight if isinstance(weight, torch.Tensor) else None
@@ -134,7 +148,7 @@ class PagedModel:
         with self._context.step(attention, lora, logits_lora):
             return self._body(input_ids, positions, logits_rows).float()
 
-    def _lora_weights(self) -> LoRAWeights:
+    def _lora_slots(self) -> LoRASlots:
         if self._lora is None:
             raise ValueError("this engine was configured without LoRA")
         return self._lora
@@ -154,6 +168,8 @@ class _TransformersBody:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model: Any = model
+        names = {module: name for name, module in model.named_modules()}
+        self.head_modules = frozenset({names[model.get_output_embeddings()]})
 
     def __call__(
         self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor

@@ -67,9 +67,11 @@ class PeftAdapter:
     def request(self) -> LoRARequest:
         return LoRARequest(lora_name="tiny-adapter", lora_path=str(self.path))
 
-    def base_weight(self, name: str) -> torch.Tensor | None:
-        weights = {name: module for name, module in self.base.named_modules()}
-        weight = getattr(weights.get(name), "weight", None)
+    def base_weight(self, name: str, parameter: str) -> torch.Tensor | None:
+        module = dict(self.base.named_modules()).get(name)
+        weight = getattr(module, parameter, None)
+        if isinstance(module, Conv1D) and parameter == "weight":
+            weight = module.get_parameter("weight").T
         return weight if isinstance(weight, torch.Tensor) else None
 
     def delta_weights(self) -> dict[str, torch.Tensor]:

@@ -257,11 +257,21 @@ def test_all_modules_share_one_buffer(tmp_path: Path) -> None:
             assert part.is_contiguous()
 
 
-def test_an_untrained_adapter_loads_with_a_note(tmp_path: Path) -> None:
-    oracle = make_adapter(tmp_path)
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_an_adapter_that_would_change_nothing_is_refused(tmp_path: Path, use_dora: bool) -> None:
+    oracle = make_adapter(tmp_path, use_dora=use_dora)
     tensors = read_tensors(tmp_path)
-    write_tensors(tmp_path, {k: t * ("lora_A" in k) for k, t in tensors.items()})
-    assert "every lora_B is zero" in load(oracle).info.notes[0]
+    for key, tensor in tensors.items():
+        if "lora_B" in key:
+            tensor.zero_()
+        if "magnitude" in key:
+            name = key.removeprefix("base_model.model.").removesuffix(".lora_magnitude_vector")
+            weight = oracle.base_weight(name, "weight")
+            assert weight is not None
+            tensor.copy_(weight.detach().norm(dim=1))
+    write_tensors(tmp_path, tensors)
+    with pytest.raises(InvalidAdapterError, match="the adapter would change nothing"):
+        load(oracle)
 
 
 def test_the_digest_of_the_request_is_verified(tmp_path: Path) -> None:

@@ -217,6 +217,43 @@ INVALID: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "index lies": (with_index({"x": "../../etc/passwd"}), "places 'x' in '../../etc/passwd'"),
     "index is empty": (with_index({}), "does not list"),
+    "embedding tensors": (
+        tensors(lambda t: t.update({"model.embed_tokens.lora_embedding_A": torch.zeros(4, 40)})),
+        "is lora_embedding_A of a module that the configuration does not target",
+    ),
+    "dora tensors": (
+        tensors(lambda t: t.update({f"{Q0}.lora_magnitude_vector": torch.zeros(16)})),
+        "is a DoRA magnitude of a module that the configuration does not target",
+    ),
+    "bias of lora_B": (
+        tensors(lambda t: t.update({f"{Q0}.lora_B.bias": torch.zeros(16)})),
+        "is a bias on lora_B of a module that the configuration does not target",
+    ),
+    "trained tokens": (
+        tensors(
+            lambda t: t.update(
+                {"model.embed_tokens.token_adapter.trainable_tokens_delta": torch.zeros(2, 16)}
+            )
+        ),
+        "is trained token embeddings of a module that the configuration does",
+    ),
+    "embedding without tensors": (
+        config(target_modules=["q_proj", "v_proj", "embed_tokens"]),
+        "targets model.embed_tokens, but the weight file has no tensors for it",
+    ),
+    "dora without magnitudes": (config(use_dora=True), "has a lora_A without its DoRA magnitude"),
+    "modules_to_save of nothing": (
+        config(modules_to_save=["classifier"]),
+        "entry 'classifier' matches no module",
+    ),
+    "modules_to_save without tensors": (
+        config(modules_to_save=["lm_head"]),
+        "targets lm_head, but the weight file has no tensors for it",
+    ),
+    "token outside of the vocabulary": (
+        config(trainable_token_indices={"embed_tokens": [40]}),
+        "trainable_token_indices has token 40, but model.embed_tokens has 40",
+    ),
 }
 
 
@@ -240,23 +277,10 @@ UNSUPPORTED: dict[str, tuple[Callable[[Path], object], str]] = {
         config(rank_pattern={"v_proj": 65}),
         r"rank 65 \(in model.layers.0.self_attn.v_proj\) is over the limit",
     ),
-    "embedding": (config(target_modules=["q_proj", "embed_tokens"]), "LoRA on embeddings"),
     "pickle": (as_pickle, "adapter_model.bin is a pickle; convert it"),
     "integers": (
         tensors(lambda t: t.update(x=torch.zeros(1, dtype=torch.int64))),
-        "tensor 'x' has dtype 'I64'; served are F32, F16 and BF16",
-    ),
-    "embedding tensors": (
-        tensors(lambda t: t.update({"model.embed_tokens.lora_embedding_A": torch.zeros(4, 40)})),
-        "LoRA on an embedding, which is not served",
-    ),
-    "dora tensors": (
-        tensors(lambda t: t.update({f"{Q0}.lora_magnitude_vector": torch.zeros(16)})),
-        "a DoRA magnitude, which is not served",
-    ),
-    "bias of lora_B": (
-        tensors(lambda t: t.update({f"{Q0}.lora_B.bias": torch.zeros(16)})),
-        "a bias on lora_B, which is not served",
+        "tensor 'x' has dtype 'I64'; served are F32, F16, BF16, F8_E4M3, F8_E5M2",
     ),
     "trained base bias": (
         tensors(lambda t: t.update({f"{Q0}.base_layer.bias": torch.zeros(16)})),
@@ -265,14 +289,6 @@ UNSUPPORTED: dict[str, tuple[Callable[[Path], object], str]] = {
     "saved module": (
         tensors(lambda t: t.update({"base_model.model.lm_head.weight": torch.zeros(40, 16)})),
         "a full weight, which is not served",
-    ),
-    "trained tokens": (
-        tensors(
-            lambda t: t.update(
-                {"model.embed_tokens.token_adapter.trainable_tokens_delta": torch.zeros(2, 16)}
-            )
-        ),
-        "trained token embeddings, which is not served",
     ),
     "unknown variant": (
         tensors(lambda t: t.update({f"{Q0}.lora_diag": torch.zeros(4)})),

@@ -17,8 +17,8 @@ NAMES = {
     f"{P}.lora_B.default.bias": TensorName(M, TensorRole.LORA_BIAS, "default"),
     f"{P}.lora_magnitude_vector": TensorName(M, TensorRole.MAGNITUDE),
     f"{P}.lora_magnitude_vector.default.weight": TensorName(M, TensorRole.MAGNITUDE, "default"),
-    "base_model.model.wte.lora_embedding_A": TensorName("wte", TensorRole.EMBEDDING),
-    "base_model.model.wte.lora_embedding_B.x": TensorName("wte", TensorRole.EMBEDDING, "x"),
+    "base_model.model.wte.lora_embedding_A": TensorName("wte", TensorRole.EMBEDDING_A),
+    "base_model.model.wte.lora_embedding_B.x": TensorName("wte", TensorRole.EMBEDDING_B, "x"),
     f"{P}.lora_diag": TensorName(M, TensorRole.OTHER_LORA),
     f"{P}.lora_A": TensorName(M, TensorRole.OTHER_LORA),
     "base_model.model.wte.token_adapter.trainable_tokens_delta": TensorName(
