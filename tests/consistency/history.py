@@ -51,9 +51,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One generation: the content that each chunk showed, or nothing for an unknown name.
+    """One request: the contents that its chunks showed, or nothing for an unknown name.
 
-    ``answered`` is when the first of it arrived: by then the request had been admitted.
+    ``answered`` is when the first of it arrived: by then the request had been admitted. A request
+    may ask for several generations, which must agree.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Answer:
     answered: float
     contents: tuple[str, ...] = ()
     generation: int | None = None
+    num_generations: int = 1
 
     @property
     def content(self) -> str | None:

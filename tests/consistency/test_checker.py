@@ -38,7 +38,7 @@ def saw(*contents: str, at: tuple[float, float], generation: int | None = None) 
 LOADED = load("a", 0, 1)
 UNKNOWN = Outcome.UNKNOWN
 
-ALLOWED = {
+ALLOWED: dict[str, list[Change | Answer]] = {
     "nothing before a load": [saw(at=(-2, -1)), LOADED],
     "either side while a load runs": [LOADED, saw("a", at=(0.1, 0.2)), saw(at=(0.3, 0.4))],
     "either side while a replace runs": [
@@ -90,7 +90,7 @@ ALLOWED = {
     ],
 }
 
-REFUSED = {
+REFUSED: dict[str, tuple[str, list[Change | Answer]]] = {
     "stale after a replace": ("stale", [LOADED, replaced("b", 2, 3), saw("a", at=(4, 5))]),
     "stale after an unload": ("stale", [LOADED, unload(2, 3), saw("a", at=(4, 5))]),
     "resurrected": (
