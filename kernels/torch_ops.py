@@ -205,11 +205,14 @@ def lora_apply(
     lora_expand(lora_shrink(x, lora_a, ranks, batch), lora_b, ranks, batch, ys)
 
 
-def _tokens_by_slot(batch: LoRABatch) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield each active slot with the indices of its tokens."""
+def _tokens_by_slot(batch: LoRABatch) -> Iterator[tuple[int, slice | torch.Tensor]]:
+    """Yield each active slot with its tokens: a slice where they are neighbours, else indices."""
     tokens_of: dict[int, list[int]] = {}
     for token, slot in enumerate(batch.token_slots.tolist()):
         if slot >= 0:
             tokens_of.setdefault(slot, []).append(token)
     for slot, tokens in tokens_of.items():
-        yield slot, torch.tensor(tokens, device=batch.token_slots.device)
+        if tokens[-1] - tokens[0] + 1 == len(tokens):
+            yield slot, slice(tokens[0], tokens[-1] + 1)
+        else:
+            yield slot, torch.tensor(tokens, device=batch.token_slots.device)
