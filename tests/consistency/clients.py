@@ -79,7 +79,8 @@ class Clients:
         """Load, replace and unload under some names."""
         while not self.is_over.is_set():
             kind = self._chance.choices(list(Kind), weights=[2, 5, 2])[0]
-            await self.change(self._chance.choice(names), kind)
+            is_impatient = self._chance.random() < _CHANCE_OF_IMPATIENCE
+            await self.change(self._chance.choice(names), kind, is_impatient=is_impatient)
             await asyncio.sleep(self._chance.random() * 2 * pause_s)
 
     async def generate(self, name: str) -> None:
@@ -126,15 +127,14 @@ class Clients:
                 Answer(name=name, started=started, answered=answered)
             )
         else:
-            self._recorder.fail(f"generate: {response.status_code}")
+            self._recorder.fail(f"generate: {_failure(response)}")
             await asyncio.sleep(_BACK_OFF_S)
 
-    async def change(self, name: str, kind: Kind) -> Change:
+    async def change(self, name: str, kind: Kind, *, is_impatient: bool = False) -> Change:
         """One change, recorded with how it was answered."""
         content, body = None, {"lora_name": name}
         if kind is not Kind.UNLOAD:
             content, body = await self._new_version(name, kind)
-        is_impatient = self._chance.random() < _CHANCE_OF_IMPATIENCE
         path = "unload" if kind is Kind.UNLOAD else "load"
         started = time.monotonic()
         try:
@@ -145,7 +145,7 @@ class Clients:
             )
             outcome = _outcome(response, kind)
             if outcome is Outcome.UNKNOWN:
-                self._recorder.fail(f"{kind.value}: {response.status_code}")
+                self._recorder.fail(f"{kind.value}: {_failure(response)}")
         except httpx.HTTPError as error:
             outcome = Outcome.UNKNOWN
             cause = "left early" if is_impatient else type(error).__name__
@@ -204,6 +204,12 @@ def _outcome(response: httpx.Response, kind: Kind) -> Outcome:
     if response.status_code == 400:
         return Outcome.REJECTED
     return Outcome.UNKNOWN
+
+
+def _failure(response: httpx.Response) -> str:
+    """The status, and whether the application said so or the proxy in front of it."""
+    source = "application" if _error_of(response) else "proxy"
+    return f"{response.status_code} of the {source}"
 
 
 def _error_of(response: httpx.Response) -> dict[str, Any]:
