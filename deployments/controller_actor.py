@@ -9,6 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
 
@@ -247,7 +248,9 @@ class ControllerClient:
     async def _call(self, method: str, *args: Any) -> Any:
         actor = await self._connect()
         try:
-            return await getattr(actor, method).remote(*args)
+            # In a context of its own: Ray cancels with a call whatever was called in its context,
+            # but what the controller does for one request, others may wait for as well.
+            return await Context().run(getattr(actor, method).remote, *args)
         except RayTaskError as error:
             raise (error.cause or error) from error
         except ActorUnavailableError as error:

@@ -149,6 +149,9 @@ class RayBackend:
                     break
                 yield item
             is_over = True
+        except asyncio.CancelledError:
+            _raise_unless_cancelled()
+            raise
         except Exception as error:
             is_over = True
             raise _translated(error) from error
@@ -162,6 +165,9 @@ class RayBackend:
         handle = self._replicas.options(multiplexed_model_id=_name(adapter))
         try:
             answer = await _call(handle, method, *args)
+        except asyncio.CancelledError:
+            _raise_unless_cancelled()
+            raise
         except Exception as error:
             raise _translated(error) from error
         if isinstance(answer, Exception):
@@ -180,6 +186,16 @@ def _call(handle: DeploymentHandle, method: str, *args: object) -> Any:
 
 def _name(adapter: str | None) -> str:
     return "" if adapter is None else adapter.partition("@")[0]
+
+
+def _raise_unless_cancelled() -> None:
+    """Tell a call that was cancelled elsewhere from a caller that is being cancelled.
+
+    Serve raises CancelledError for both, and who takes the first for the second waits for ever.
+    """
+    task = asyncio.current_task()
+    if task is not None and not task.cancelling():
+        raise ReplicaUnavailableError("the replica gave the request up, try again") from None
 
 
 def _translated(error: Exception) -> Exception:

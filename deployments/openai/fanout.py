@@ -144,14 +144,15 @@ class Fanout:
         # Backends generate with async generators: closing one is how a request is aborted.
         stream = cast("AsyncGenerator[GenerationItem, None]", self._backend.generate(request))
         is_finished = False
+        error: Exception = ClusterError("the replica ended the stream too early")
         try:
             async with aclosing(stream):
                 async for item in stream:
                     arrivals.put_nowait((index, item))
                     is_finished = isinstance(item, list) and item[-1].request_finished
-            if is_finished:
-                return
-            error: Exception = ClusterError("the replica ended the stream too early")
         except Exception as caught:  # noqa: BLE001 -- it is raised where the queue is read
-            error = caught
-        arrivals.put_nowait((index, _Failed(error)))
+            is_finished, error = False, caught
+        finally:
+            # On every way out, a cancellation included: the reader must not wait for ever.
+            if not is_finished:
+                arrivals.put_nowait((index, _Failed(error)))

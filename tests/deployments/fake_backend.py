@@ -49,7 +49,7 @@ class FakeBackend:
     per_item: int = 2
     allow_runtime_updating: bool = True
     healthy_now: bool = True
-    fail_at_start: Exception | None = None
+    fail_at_start: BaseException | None = None
     fail_after_first_item: Exception | None = None
     gate: asyncio.Event | None = None
     gate_before_start: bool = False

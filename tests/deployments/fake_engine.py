@@ -48,10 +48,14 @@ class FakeTokenizer:
 
 @dataclass(kw_only=True)
 class FakeEngine:
-    """``gate`` holds loads up while it is clear; ``refusals`` maps names to what loading raises."""
+    """``gate`` holds loads up while it is clear; ``refusals`` maps names to what loading raises.
+
+    The adapter ``slow_name`` takes a second to load.
+    """
 
     token_delay_s: float = 0.0
     max_running: int = 1000
+    slow_name: str = ""
     refusals: dict[str, Exception] = field(default_factory=dict)
     loaded: dict[str, LoRARequest] = field(default_factory=dict)
     pinned: set[str] = field(default_factory=set)
@@ -73,6 +77,8 @@ class FakeEngine:
     async def load_lora(self, request: LoRARequest) -> FakeAdapterInfo:
         self.num_loads += 1
         await self.gate.wait()
+        if request.lora_name == self.slow_name:
+            await asyncio.sleep(1)
         if request.lora_name in self.refusals:
             raise self.refusals[request.lora_name]
         assert request.digest is not None
@@ -133,9 +139,11 @@ class FakeEngine:
 
 
 async def make_fake_engine(config: DeploymentConfig, num_threads: int) -> FakeEngine:
-    """For deployments: an engine that refuses one name."""
+    """For deployments: an engine that refuses one name and is slow to load another."""
     return FakeEngine(
-        token_delay_s=0.01, refusals={"refused": UnsupportedAdapterError("uses DoRA")}
+        token_delay_s=0.01,
+        refusals={"refused": UnsupportedAdapterError("uses DoRA")},
+        slow_name="slow",
     )
 
 

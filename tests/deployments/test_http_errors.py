@@ -1,5 +1,6 @@
 """What a client sees when its request cannot be served."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -235,6 +236,14 @@ async def test_a_failure_of_one_prompt_ends_all(client: Client, backend: FakeBac
     body = {"prompt": ["a", "x" * 70, "c"]}
     assert_error(await client.post(COMPLETIONS, json=body), 400, "input_tokens")
     assert len(backend.closed) == len(backend.requests) == 3
+
+
+async def test_a_stream_that_is_cancelled_from_elsewhere_is_an_error(
+    client: Client, backend: FakeBackend
+) -> None:
+    backend.fail_at_start = asyncio.CancelledError()
+    async with asyncio.timeout(10):
+        assert_error(await client.post(COMPLETIONS, json=PROMPT), 500, None)
 
 
 async def test_an_error_in_the_middle_is_the_last_event(

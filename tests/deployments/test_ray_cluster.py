@@ -129,6 +129,19 @@ async def test_base_model_and_tokenizing(served: Served) -> None:
     assert await backend.detokenize([104, 105]) == "hi"
 
 
+async def test_a_client_that_leaves_does_not_end_what_others_wait_for(served: Served) -> None:
+    backend = served.backend()
+    served.write_adapter("slow", "slow")
+    leaving = asyncio.ensure_future(run(backend, "slow"))
+    await asyncio.sleep(0.3)
+    waiting = [asyncio.ensure_future(run(backend, "slow")) for _ in range(4)]
+    await asyncio.sleep(0.2)
+    leaving.cancel()
+    async with asyncio.timeout(30):
+        for start, _ in await asyncio.gather(*waiting):
+            assert start.adapter_name == "slow"
+
+
 async def test_load_replace_and_unload_reach_every_replica(served: Served) -> None:
     backend = served.backend()
     loads = [LoadAdapter(name="sql", source=served.write_adapter(v, v)) for v in ("v1", "v2")]
