@@ -1,12 +1,10 @@
-"""What load, unload and first-request look-up do to a name, step by step.
+"""What load, unload, pin, rollback and first-request look-up do to a name, step by step.
 
 Operations on one name run in order, on different names side by side. Each runs to its end even if
 its caller goes away, and a repeated call joins or recognises it. The agreement of the replicas is
 ``two_phase.py``'s.
 """
 
-import asyncio
-import logging
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -14,7 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from adapters import AdapterVersion, LoRARequest
-from deployments.backend import AdapterState, LoadAdapter, UnloadAdapter
+from deployments.backend import (
+    AdapterState,
+    LoadAdapter,
+    PinAdapter,
+    RollBackAdapter,
+    UnloadAdapter,
+)
 from deployments.clock import Clock
 from deployments.cluster_protocol import MemberId, PrepareReport
 from deployments.controller_settings import ControllerSettings
@@ -24,27 +28,24 @@ from deployments.errors import (
     AdapterRejectedError,
     AdapterSourceError,
     ClusterError,
-    JournalUnavailableError,
-    OperationConflictError,
-    OperationTimeoutError,
+    GenerationNotFoundError,
+    NoEarlierVersionError,
     OverloadedError,
     ResolverUnavailableError,
 )
 from deployments.keyed_lock import KeyedLock
 from deployments.negative_cache import NegativeCache
+from deployments.operation_runner import OperationRunner
 from deployments.operations import (
     Operation,
     OperationKind,
     OperationPhase,
-    OperationQuery,
     describe_request,
 )
 from deployments.rate_limit import RateLimit
 from deployments.sources import AdapterSources
 from deployments.state_store import StateStore
 from deployments.two_phase import TwoPhase
-
-logger = logging.getLogger(__name__)
 
 # Outcomes of a look-up that the next callers share for a while.
 _REMEMBERED = (
@@ -73,8 +74,7 @@ class AdapterOperations:
         self._agreement = agreement
         self._clock = clock
         self._names = KeyedLock()
-        self._tasks: dict[str, asyncio.Task[AdapterVersion]] = {}
-        self._called: dict[str, Operation] = {}
+        self.runner = OperationRunner(store, clock)
         self._not_found = NegativeCache(settings.negative_ttl_s, clock)
         self._lookups = RateLimit(settings.max_lookups_per_s, clock)
 
@@ -84,77 +84,38 @@ class AdapterOperations:
             if operation.phase is OperationPhase.PREPARING:
                 self._agreement.abort(operation, "the controller restarted")
             else:
-                self._start(operation.op_id, self._roll_forward(operation))
+                self.runner.start(operation.op_id, self._roll_forward(operation))
 
     async def load(self, load: LoadAdapter, op_id: str) -> AdapterVersion:
         """Put an adapter in service on every live replica."""
-        called = self._call(
-            op_id,
-            OperationKind.LOAD,
-            load,
-            describe_request(load.source, load.load_inplace, load.pin),
-            pinned=load.pin,
-        )
+        request = describe_request(load.source, load.load_inplace, load.pin)
+        called = self.runner.called(op_id, OperationKind.LOAD, load, request, pinned=load.pin)
         return await self._run(called, lambda: self._load(load, called))
 
     async def unload(self, unload: UnloadAdapter, op_id: str) -> AdapterVersion:
         """Take a name out of service on every live replica."""
-        called = self._call(op_id, OperationKind.UNLOAD, unload, describe_request(unload.force))
+        request = describe_request(unload.force)
+        called = self.runner.called(op_id, OperationKind.UNLOAD, unload, request)
         return await self._run(called, lambda: self._unload(unload, called), unload.timeout_s)
+
+    async def pin(self, pin: PinAdapter, op_id: str) -> AdapterVersion:
+        """Keep a name's weights in memory everywhere, or let them go when there is no room."""
+        request = describe_request(pin.pinned)
+        called = self.runner.called(op_id, OperationKind.PIN, pin, request, pinned=pin.pinned)
+        return await self._run(called, lambda: self._pin(pin, called))
+
+    async def roll_back(self, rollback: RollBackAdapter, op_id: str) -> AdapterVersion:
+        """Put an earlier version's bytes in service again."""
+        request = describe_request(rollback.generation)
+        called = self.runner.called(op_id, OperationKind.ROLLBACK, rollback, request)
+        return await self._run(called, lambda: self._roll_back(rollback, called))
 
     async def resolve(self, name: str, member: MemberId) -> None:
         """Register an unknown name if a resolver knows it; one look-up for all who ask."""
         self._not_found.raise_for(name)
         key = f"resolve {name}"  # no operation's id: it has a space
-        task = self._tasks.get(key) or self._start(key, self._resolve(name, member))
-        await self._wait(task, name, None, key="")
-
-    def list_running(self, query: OperationQuery) -> list[Operation]:
-        """Operations that wait for their turn or their source, latest first."""
-        waiting = [
-            operation
-            for operation in self._called.values()
-            if not self._is_journaled(operation)
-            and query.name in ("", operation.name)
-            and query.phase in ("", operation.phase)
-        ]
-        return waiting[::-1]
-
-    def find(self, op_id: str) -> Operation | None:
-        """An operation that is under way or remembered."""
-        called = self._called.get(op_id)
-        if called is not None and not self._is_journaled(called):
-            return called
-        return self._store.find_operation(op_id)
-
-    # -- running
-
-    def _call(
-        self,
-        op_id: str,
-        kind: OperationKind,
-        asked: LoadAdapter | UnloadAdapter,
-        request: str,
-        *,
-        pinned: bool = False,
-    ) -> Operation:
-        """The record of a call; raises if its id was given to another call."""
-        called = Operation(
-            op_id=op_id,
-            kind=kind,
-            name=asked.name,
-            phase=OperationPhase.WAITING,
-            pinned=pinned,
-            requested_by=asked.requested_by,
-            requested_from=asked.requested_from,
-            started_at=self._clock.wall(),
-            request=request,
-        )
-        past = self._called.get(op_id) or self._store.find_operation(op_id)
-        is_over = past is not None and past.phase is OperationPhase.ABORTED
-        if past is not None and not is_over and not called.is_repeat_of(past):
-            raise OperationConflictError(op_id, f"the {past.kind} of {past.name!r}")
-        return called
+        limit_s = self.settings.operation_timeout_s
+        await self.runner.share(key, name, lambda: self._resolve(name, member), limit_s)
 
     async def _run(
         self,
@@ -162,65 +123,8 @@ class AdapterOperations:
         work: Callable[[], Coroutine[Any, Any, AdapterVersion]],
         timeout_s: float | None = None,
     ) -> AdapterVersion:
-        """Wait for an operation's work, which goes on if the caller does not wait that long."""
-        task = self._tasks.get(called.op_id)
-        if task is None:
-            self._called[called.op_id] = called
-            task = self._start(called.op_id, self._recorded(called, work))
-        return await self._wait(task, called.name, timeout_s, key=called.op_id)
-
-    async def _wait(
-        self, task: asyncio.Task[AdapterVersion], name: str, timeout_s: float | None, *, key: str
-    ) -> AdapterVersion:
         limit_s = self.settings.operation_timeout_s if timeout_s is None else timeout_s
-        done, _ = await asyncio.wait((task,), timeout=limit_s)
-        if not done:
-            raise OperationTimeoutError(name, limit_s, "it goes on", op_id=key)
-        return task.result()
-
-    async def _recorded(
-        self, called: Operation, work: Callable[[], Coroutine[Any, Any, AdapterVersion]]
-    ) -> AdapterVersion:
-        """Do the work; what refused it before it began is remembered too."""
-        try:
-            return await work()
-        except (ClusterError, ValueError) as error:
-            logger.info("operation %s on %s was refused: %s", called.op_id, called.name, error)
-            if not self._is_journaled(called):
-                self._remember_refusal(called, error)
-            raise
-        finally:
-            del self._called[called.op_id]
-
-    def _is_journaled(self, called: Operation) -> bool:
-        past = self._store.find_operation(called.op_id)
-        return past is not None and past.started_at == called.started_at
-
-    def _remember_refusal(self, called: Operation, error: Exception) -> None:
-        past = self._store.find_operation(called.op_id)
-        if past is None or past.phase is OperationPhase.ABORTED:
-            self._record(called, phase=OperationPhase.ABORTED, detail=str(error))
-
-    def _record(self, called: Operation, **outcome: Any) -> None:
-        """Remember an operation that ended without a change."""
-        try:
-            self._store.record(replace(called, ended_at=self._clock.wall(), **outcome))
-        except JournalUnavailableError:
-            # Harmless: nothing was changed, and the caller is told.
-            logger.warning("cannot record how operation %s ended", called.op_id)
-
-    def _start(
-        self, key: str, operation: Coroutine[Any, Any, AdapterVersion]
-    ) -> asyncio.Task[AdapterVersion]:
-        task = self._tasks[key] = asyncio.ensure_future(operation)
-
-        def forget(task: asyncio.Task[AdapterVersion]) -> None:
-            del self._tasks[key]
-            if not task.cancelled():
-                task.exception()  # Seen, even if every caller went away.
-
-        task.add_done_callback(forget)
-        return task
+        return await self.runner.run(called, work, limit_s)
 
     # -- load
 
@@ -236,7 +140,7 @@ class AdapterOperations:
             is_same = current is not None and _serves(current, found)
             if current is not None and is_same and current.pinned == load.pin:
                 await self._agreement.settle_table()
-                self._record(called, phase=OperationPhase.DONE, version=current)
+                self.runner.record(called, phase=OperationPhase.DONE, version=current)
                 return current
             operation = self._begin(called, found)
             with self._progress(operation, replacing=current is not None):
@@ -277,7 +181,8 @@ class AdapterOperations:
             raise
 
     def _commit(self, operation: Operation, version: AdapterVersion) -> Operation:
-        committed = self._agreement.commit(operation, version)
+        keep = self.settings.max_versions_kept
+        committed = self._agreement.commit(operation, version, keep=keep)
         self._not_found.forget(operation.name)
         return committed
 
@@ -302,9 +207,7 @@ class AdapterOperations:
             past = self._find_committed(called.op_id)
             if past is not None:
                 return past
-            current = self._agreement.desired.adapters.get(unload.name)
-            if current is None:
-                raise AdapterNotFoundError(unload.name, param="lora_name")
+            current = self._current(unload.name)
             operation = self._store.begin(
                 replace(called, digest=current.digest, source_uri=current.source_uri)
             )
@@ -314,6 +217,79 @@ class AdapterOperations:
             with self._progress(committed, replacing=False):
                 await self._agreement.settle(committed)
             return current
+
+    # -- pin and rollback
+
+    async def _pin(self, pin: PinAdapter, called: Operation) -> AdapterVersion:
+        async with self._names.hold(pin.name):
+            past = self._find_committed(called.op_id)
+            if past is not None:
+                return past
+            current = self._current(pin.name)
+            if current.pinned == pin.pinned:
+                await self._agreement.settle_table()
+                self.runner.record(called, phase=OperationPhase.DONE, version=current)
+                return current
+            return await self._put_again(called, current, replace(current, pinned=pin.pinned))
+
+    async def _roll_back(self, rollback: RollBackAdapter, called: Operation) -> AdapterVersion:
+        async with self._names.hold(rollback.name):
+            past = self._find_committed(called.op_id)
+            if past is not None:
+                return past
+            current = self._current(rollback.name)
+            earlier = self._earlier(current, rollback.generation)
+            if earlier.digest == current.digest:
+                await self._agreement.settle_table()
+                self.runner.record(called, phase=OperationPhase.DONE, version=current)
+                return current
+            # A new generation: they only grow, so that a later answer never has an earlier one.
+            again = replace(
+                earlier,
+                generation=0,
+                pinned=current.pinned,
+                created_at=self._clock.wall(),
+                created_by=called.requested_by or called.kind.value,
+            )
+            return await self._put_again(called, current, again)
+
+    def _earlier(self, current: AdapterVersion, generation: int | None) -> AdapterVersion:
+        kept = self._agreement.desired.kept.get(current.name, ())
+        if generation is None:
+            others = [version for version in kept if version.digest != current.digest]
+            if not others:
+                raise NoEarlierVersionError(current.name)
+            return others[0]
+        for version in (current, *kept):
+            if version.generation == generation:
+                return version
+        raise GenerationNotFoundError(current.name, generation, current.generation)
+
+    async def _put_again(
+        self, called: Operation, current: AdapterVersion, version: AdapterVersion
+    ) -> AdapterVersion:
+        """Put known bytes in service; generation 0 stands for a new one."""
+        operation = self._store.begin(
+            replace(
+                called,
+                digest=version.digest,
+                source_uri=version.source_uri,
+                pinned=version.pinned,
+            )
+        )
+        if not version.generation:
+            version = replace(version, generation=operation.generation)
+        is_replaced = version.generation != current.generation
+        with self._progress(operation, replacing=is_replaced):
+            committed = await self._prepare_and_commit(operation, only=None, version=version)
+            await self._agreement.settle(committed)
+        return version
+
+    def _current(self, name: str) -> AdapterVersion:
+        current = self._agreement.desired.adapters.get(name)
+        if current is None:
+            raise AdapterNotFoundError(name, param="lora_name")
+        return current
 
     # -- first request
 

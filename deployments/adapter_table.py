@@ -23,11 +23,31 @@ class AdapterTable:
         self.table_version = -1
         self._on_unused = on_unused
         self._versions: dict[str, AdapterVersion] = {}
+        self._kept: dict[str, tuple[AdapterVersion, ...]] = {}
+        self._asked: dict[str, dict[int, str]] = {}
         self._uses: Counter[str] = Counter()
 
     def find(self, name: str) -> AdapterVersion | None:
         """Return what a name means now."""
         return self._versions.get(name)
+
+    def find_kept(self, name: str, generation: int) -> AdapterVersion | None:
+        """Return an earlier version, or the present one, if it may still be asked for.
+
+        Once asked for, its bytes stay in use while it is kept: whoever insists on a version will
+        ask for it again.
+        """
+        versions = (self._versions.get(name), *self._kept.get(name, ()))
+        found = next((v for v in versions if v is not None and v.generation == generation), None)
+        if found is not None and found is not versions[0]:
+            self._keep_bytes(found)
+        return found
+
+    def _keep_bytes(self, version: AdapterVersion) -> None:
+        asked = self._asked.setdefault(version.name, {})
+        if version.generation not in asked:
+            asked[version.generation] = version.digest
+            self.acquire(version.digest)
 
     def pinned(self) -> list[AdapterVersion]:
         """Versions that should stay in memory."""
@@ -44,26 +64,41 @@ class AdapterTable:
 
     def apply(self, update: TableUpdate) -> list[AdapterVersion]:
         """Change what names mean; returns versions whose running requests should be aborted."""
-        replaced = []
+        unused = []
         to_abort = []
         if update.snapshot:
-            replaced = list(self._versions.values())
-            self._versions = {}
+            unused = [version.digest for version in self._versions.values()]
+            self._versions, self._kept = {}, {}
         for change in update.changes:
             old = self._versions.pop(change.name, None)
             if old is not None:
-                replaced.append(old)
+                unused.append(old.digest)
                 if change.abort_running:
                     to_abort.append(old)
+            self._kept.pop(change.name, None)
             if change.version is not None:
                 self._versions[change.name] = change.version
                 self.acquire(change.version.digest)
+            if change.kept:
+                self._kept[change.name] = change.kept
+        unused += self._forget_asked()
         self.journal_id = update.journal_id
         self.table_version = update.table_version
         # After the new uses, so that bytes which only change their name stay.
-        for version in replaced:
-            self.release(version.digest)
+        for digest in unused:
+            self.release(digest)
         return to_abort
+
+    def _forget_asked(self) -> list[str]:
+        """Forget which generations were asked for and are kept no longer; returns their digests."""
+        forgotten = []
+        for name, asked in tuple(self._asked.items()):
+            kept = {version.generation for version in self._kept.get(name, ())}
+            for generation in asked.keys() - kept:
+                forgotten.append(asked.pop(generation))
+            if not asked:
+                del self._asked[name]
+        return forgotten
 
     @contextmanager
     def hold(self, digest: str) -> Iterator[None]:

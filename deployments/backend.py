@@ -54,11 +54,15 @@ class ReplicaResidency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterStatus:
-    """One adapter: its version, its state, and each live replica's residency."""
+    """One adapter: its version, its state, and each live replica's residency.
+
+    ``kept`` are earlier versions, latest first, that can still be asked for by generation.
+    """
 
     version: AdapterVersion
     state: AdapterState
     replicas: tuple[ReplicaResidency, ...]
+    kept: tuple[AdapterVersion, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +111,55 @@ class UnloadAdapter:
     op_id: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterQuery:
+    """Which adapters to list, by name. ``after`` is the last name of the page before."""
+
+    prefix: str = ""
+    state: AdapterState | None = None
+    pinned: bool | None = None
+    after: str = ""
+    limit: int | None = None
+
+    def selects(self, status: "AdapterStatus") -> bool:
+        """Whether an adapter is among those asked for, on whatever page."""
+        version = status.version
+        return (
+            version.name.startswith(self.prefix)
+            and version.name > self.after
+            and self.state in (None, status.state)
+            and self.pinned in (None, version.pinned)
+        )
+
+
+ALL_ADAPTERS = AdapterQuery()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinAdapter:
+    """Keep an adapter's weights in memory on every replica, or let them go."""
+
+    name: str
+    pinned: bool
+    requested_by: str = ""
+    requested_from: str = ""
+    op_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollBackAdapter:
+    """Put an earlier version's bytes in service again, as a new generation.
+
+    ``generation`` None means the last one whose bytes differ from those in service.
+    """
+
+    name: str
+    generation: int | None = None
+    requested_by: str = ""
+    requested_from: str = ""
+    op_id: str = ""
+
+
 class Backend(Protocol):
     """Everything that the ingress may ask of the cluster."""
 
@@ -133,8 +186,8 @@ class Backend(Protocol):
     async def base_model(self) -> BaseModelInfo:
         """Describe the base model."""
 
-    async def list_adapters(self) -> list[AdapterStatus]:
-        """List every registered adapter by name."""
+    async def list_adapters(self, query: AdapterQuery = ALL_ADAPTERS) -> list[AdapterStatus]:
+        """List registered adapters by name."""
 
     async def get_adapter(self, name: str) -> AdapterStatus:
         """Describe one registered adapter, or raise AdapterNotFoundError."""
@@ -144,6 +197,12 @@ class Backend(Protocol):
 
     async def unload_adapter(self, unload: UnloadAdapter) -> AdapterVersion:
         """Forget an adapter on every live replica; returns the version that was in service."""
+
+    async def pin_adapter(self, pin: PinAdapter) -> AdapterVersion:
+        """Pin or unpin an adapter on every live replica."""
+
+    async def roll_back_adapter(self, rollback: RollBackAdapter) -> AdapterVersion:
+        """Put an earlier version in service; returns the new one once all replicas agree."""
 
     async def list_operations(self, query: OperationQuery) -> list[OperationStatus]:
         """List operations, those under way among them, latest first."""

@@ -39,11 +39,13 @@ class Residency:
 class TableChange:
     """A name's new meaning; ``version`` None forgets it.
 
-    ``abort_running`` asks to abort what still runs on the old version.
+    ``kept`` are all earlier versions that may still be asked for by their generations.
+    ``abort_running`` asks to abort what still runs on the old version or an earlier one.
     """
 
     name: str
     version: AdapterVersion | None
+    kept: tuple[AdapterVersion, ...] = ()
     abort_running: bool = False
 
 

@@ -91,7 +91,8 @@ class AdapterSettings(_Settings):
     resolver, perhaps ``timeout_s``, and the resolver's own options. ``resolver_order`` restricts
     and orders both by name. ``allowed_roots`` are the directories and URI prefixes that explicit
     loads may name; by default, where the resolvers look. Each node keeps what it serves in
-    ``store_dir``.
+    ``store_dir``. Of each name, ``max_versions_kept`` earlier versions stay known, to be asked for
+    by generation or rolled back to.
     """
 
     directories: tuple[str, ...] = ()
@@ -102,6 +103,7 @@ class AdapterSettings(_Settings):
     store_dir: str | None = None
     store_max_bytes: int = Field(default=DEFAULT_MAX_BYTES, gt=0)
     max_adapter_bytes: int = Field(default=DEFAULT_MAX_ADAPTER_BYTES, gt=0)
+    max_versions_kept: int = Field(default=2, ge=0)
 
     @field_validator("directories", "allowed_roots")
     @classmethod
@@ -237,6 +239,7 @@ class DeploymentConfig(_Settings):
             negative_ttl_s=self.cluster.not_found_ttl_s,
             max_lookups_per_s=self.cluster.max_lookups_per_s,
             max_warm=self.cluster.max_warm,
+            max_versions_kept=self.adapters.max_versions_kept,
             deployed_at=deployed_at,
         )
 

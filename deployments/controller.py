@@ -7,15 +7,20 @@ Answers replicas and operators and says who may do what. How an operation procee
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 
 from adapters import AdapterVersion, validate_adapter_name
 from deployments.adapter_operations import AdapterOperations
 from deployments.backend import (
+    ALL_ADAPTERS,
+    AdapterQuery,
     AdapterState,
     AdapterStatus,
     LoadAdapter,
+    PinAdapter,
     ReplicaResidency,
     ReplicaStatus,
+    RollBackAdapter,
     UnloadAdapter,
 )
 from deployments.clock import Clock
@@ -141,12 +146,23 @@ class AdapterController:
         self._check_may_update()
         return await self._operations.unload(unload, op_id)
 
-    async def list_adapters(self) -> list[AdapterStatus]:
-        """List every registered adapter, and those about to be, by name."""
+    async def pin(self, pin: PinAdapter, op_id: str) -> AdapterVersion:
+        """Pin or unpin an adapter; returns once every live replica did."""
+        self._check_may_update()
+        return await self._operations.pin(pin, op_id)
+
+    async def roll_back(self, rollback: RollBackAdapter, op_id: str) -> AdapterVersion:
+        """Put an earlier version in service; returns once every live replica knows."""
+        self._check_may_update()
+        return await self._operations.roll_back(rollback, op_id)
+
+    async def list_adapters(self, query: AdapterQuery = ALL_ADAPTERS) -> list[AdapterStatus]:
+        """List registered adapters, and those about to be, by name."""
         versions = dict(self._desired.adapters)
         for name, (_, operation) in self._operations.in_progress.items():
             versions.setdefault(name, self._announced(operation))
-        return [self._status(version) for _, version in sorted(versions.items())]
+        statuses = (self._status(version) for _, version in sorted(versions.items()))
+        return list(islice(filter(query.selects, statuses), query.limit))
 
     async def get_adapter(self, name: str) -> AdapterStatus:
         """Describe one registered adapter."""
@@ -170,7 +186,7 @@ class AdapterController:
 
     async def list_operations(self, query: OperationQuery) -> list[OperationStatus]:
         """List operations, those under way among them, latest first."""
-        waiting = self._operations.list_running(query)
+        waiting = self._operations.runner.list_waiting(query)
         repeated = {operation.op_id for operation in waiting}
         stored = [o for o in self._store.list_operations(query) if o.op_id not in repeated]
         found = (waiting + stored)[: query.limit]
@@ -178,7 +194,7 @@ class AdapterController:
 
     async def get_operation(self, op_id: str) -> OperationStatus:
         """Describe one operation."""
-        operation = self._operations.find(op_id)
+        operation = self._operations.runner.find(op_id)
         if operation is None:
             raise OperationNotFoundError(op_id)
         return self._operation_status(operation)
@@ -213,7 +229,12 @@ class AdapterController:
 
     def _status(self, version: AdapterVersion) -> AdapterStatus:
         state, _ = self._operations.in_progress.get(version.name, (AdapterState.READY, None))
-        return AdapterStatus(version=version, state=state, replicas=tuple(self._residency(version)))
+        return AdapterStatus(
+            version=version,
+            state=state,
+            replicas=tuple(self._residency(version)),
+            kept=self._desired.kept.get(version.name, ()),
+        )
 
     def _residency(self, version: AdapterVersion) -> Iterator[ReplicaResidency]:
         for member in self._agreement.members:

@@ -18,7 +18,16 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError
 
 from adapters import AdapterVersion
-from deployments.backend import AdapterStatus, LoadAdapter, ReplicaStatus, UnloadAdapter
+from deployments.backend import (
+    ALL_ADAPTERS,
+    AdapterQuery,
+    AdapterStatus,
+    LoadAdapter,
+    PinAdapter,
+    ReplicaStatus,
+    RollBackAdapter,
+    UnloadAdapter,
+)
 from deployments.clock import SystemClock
 from deployments.cluster_protocol import (
     MemberId,
@@ -123,8 +132,14 @@ class ControllerActor:
     async def unload(self, unload: UnloadAdapter, op_id: str) -> AdapterVersion:
         return await self._controller.unload(unload, op_id)
 
-    async def list_adapters(self) -> list[AdapterStatus]:
-        return await self._controller.list_adapters()
+    async def pin(self, pin: PinAdapter, op_id: str) -> AdapterVersion:
+        return await self._controller.pin(pin, op_id)
+
+    async def roll_back(self, rollback: RollBackAdapter, op_id: str) -> AdapterVersion:
+        return await self._controller.roll_back(rollback, op_id)
+
+    async def list_adapters(self, query: AdapterQuery) -> list[AdapterStatus]:
+        return await self._controller.list_adapters(query)
 
     async def get_adapter(self, name: str) -> AdapterStatus:
         return await self._controller.get_adapter(name)
@@ -225,8 +240,16 @@ class ControllerClient:
         version: AdapterVersion = await self._call("unload", unload, op_id)
         return version
 
-    async def list_adapters(self) -> list[AdapterStatus]:
-        adapters: list[AdapterStatus] = await self._call("list_adapters")
+    async def pin(self, pin: PinAdapter, op_id: str) -> AdapterVersion:
+        version: AdapterVersion = await self._call("pin", pin, op_id)
+        return version
+
+    async def roll_back(self, rollback: RollBackAdapter, op_id: str) -> AdapterVersion:
+        version: AdapterVersion = await self._call("roll_back", rollback, op_id)
+        return version
+
+    async def list_adapters(self, query: AdapterQuery = ALL_ADAPTERS) -> list[AdapterStatus]:
+        adapters: list[AdapterStatus] = await self._call("list_adapters", query)
         return adapters
 
     async def get_adapter(self, name: str) -> AdapterStatus:

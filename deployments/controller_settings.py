@@ -19,6 +19,7 @@ class ControllerSettings:
     negative_ttl_s: float = 3.0
     max_lookups_per_s: float = 100.0
     max_warm: int = 32
+    max_versions_kept: int = 2
     deployed_at: float = 0.0
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ Pure bookkeeping behind the journal. Knows nothing of replicas or operations.
 
 from collections import deque
 
+from adapters import AdapterVersion
 from deployments.cluster_protocol import TableChange, TableUpdate
 from deployments.state_store import StoredState
 
@@ -19,6 +20,7 @@ class DesiredState:
         self.journal_id = stored.journal_id
         self.table_version = stored.table_version
         self.adapters = dict(stored.adapters)
+        self.kept = dict(stored.kept)
         self.unloaded = set(stored.unloaded)
         self._changes: deque[tuple[int, TableChange]] = deque(maxlen=_MAX_CHANGES)
 
@@ -26,12 +28,24 @@ class DesiredState:
         """Take in a change that the journal holds already."""
         if change.version is None:
             self.adapters.pop(change.name, None)
+            self.kept.pop(change.name, None)
             self.unloaded.add(change.name)
         else:
             self.adapters[change.name] = change.version
+            self.kept[change.name] = change.kept
             self.unloaded.discard(change.name)
         self.table_version = table_version
         self._changes.append((table_version, change))
+
+    def kept_beside(self, version: AdapterVersion, limit: int) -> tuple[AdapterVersion, ...]:
+        """The earlier versions to keep once this one is in service, latest first."""
+        current = self.adapters.get(version.name)
+        if current is None:
+            return ()
+        kept = self.kept.get(version.name, ())
+        if current.generation != version.generation:
+            kept = (current, *kept)
+        return kept[:limit]
 
     def snapshot(self) -> TableUpdate:
         """The whole table."""
@@ -39,7 +53,8 @@ class DesiredState:
             journal_id=self.journal_id,
             table_version=self.table_version,
             changes=tuple(
-                TableChange(name=name, version=version) for name, version in self.adapters.items()
+                TableChange(name=name, version=version, kept=self.kept.get(name, ()))
+                for name, version in self.adapters.items()
             ),
             snapshot=True,
         )

@@ -12,6 +12,7 @@
     ├── RuntimeUpdatingDisabledError    the operator switched loading at run time off
     ├── ResolverUnavailableError        a source failed: not the same as "not found"
     │   └── ResolverForbiddenError      a source refuses us: somebody must change the configuration
+    ├── NoEarlierVersionError           nothing to roll back to
     ├── OperationNotFoundError          no operation of that id is remembered
     ├── OperationConflictError          the id belongs to another operation
     ├── JournalUnavailableError         the journal cannot be written, so nothing was changed
@@ -65,7 +66,7 @@ class AdapterNotFoundError(ClusterError):
 
 
 class GenerationNotFoundError(AdapterNotFoundError):
-    """The adapter exists, but the generation asked for is not the one in service."""
+    """The adapter exists, but the generation asked for is neither in service nor kept."""
 
     def __init__(self, name: str, generation: int, current: int) -> None:
         super().__init__(f"{name}@{generation}")
@@ -177,6 +178,14 @@ class OperationTimeoutError(ClusterError):
         )
         self.name = name
         self.op_id = op_id
+
+
+class NoEarlierVersionError(ClusterError):
+    """No earlier version of the name is kept that differs from the one in service."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"no earlier version of {name!r} is kept that could be rolled back to")
+        self.name = name
 
 
 class OperationNotFoundError(ClusterError):

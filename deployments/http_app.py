@@ -12,6 +12,7 @@ from deployments.openai.auth import user_guard
 from deployments.openai.chat import chat_router
 from deployments.openai.completions import completions_router
 from deployments.openai.failures import install_failure_handlers
+from deployments.openai.management import management_router
 from deployments.openai.metrics import HttpMetrics, metrics_router
 from deployments.openai.models import models_router
 from deployments.openai.operations import operations_router
@@ -48,6 +49,7 @@ def create_http_app(
     for router in user_routers:
         app.include_router(router, dependencies=[Depends(user_guard(settings))])
     app.include_router(admin_router(api))
+    app.include_router(management_router(api))
     return app
 
 

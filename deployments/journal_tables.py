@@ -5,6 +5,7 @@ Knows SQL types; knows nothing of transactions or when anything is written.
 
 import json
 import sqlite3
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -29,18 +30,19 @@ CREATE TABLE IF NOT EXISTS members (
 
 # Columns that the first journals did not have.
 _LATER_COLUMNS = (
-    ("request", "TEXT NOT NULL DEFAULT ''"),
-    ("reasons", "TEXT NOT NULL DEFAULT '{}'"),
+    ("operations", "request", "TEXT NOT NULL DEFAULT ''"),
+    ("operations", "reasons", "TEXT NOT NULL DEFAULT '{}'"),
+    ("adapters", "kept", "TEXT NOT NULL DEFAULT '[]'"),
 )
 
 
 def create_tables(db: sqlite3.Connection) -> None:
     """Bring an empty or older journal to the present form."""
     db.executescript(_SCHEMA)
-    present = {row["name"] for row in db.execute("PRAGMA table_info(operations)")}
-    for name, definition in _LATER_COLUMNS:
-        if name not in present:
-            db.execute(f"ALTER TABLE operations ADD COLUMN {name} {definition}")
+    for table, column, definition in _LATER_COLUMNS:
+        present = {row["name"] for row in db.execute(f"PRAGMA table_info({table})")}
+        if column not in present:
+            db.execute(f"ALTER TABLE {table} ADD COLUMN {column} {definition}")
 
 
 def version_text(version: AdapterVersion) -> str:
@@ -51,6 +53,16 @@ def version_text(version: AdapterVersion) -> str:
 def read_version(text: str | None) -> AdapterVersion | None:
     """The inverse; None for a name that means nothing."""
     return None if text is None else AdapterVersion(**json.loads(text))
+
+
+def versions_text(versions: Sequence[AdapterVersion]) -> str:
+    """Several versions as they are stored."""
+    return json.dumps([asdict(version) for version in versions])
+
+
+def read_versions(text: str) -> tuple[AdapterVersion, ...]:
+    """The inverse."""
+    return tuple(AdapterVersion(**values) for values in json.loads(text))
 
 
 def operation_row(operation: Operation) -> dict[str, Any]:

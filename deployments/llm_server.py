@@ -81,9 +81,9 @@ class LLMServer:
                 yield item
 
     async def abort_version(self, version: AdapterVersion) -> None:
-        """Abort everything that runs on one version of an adapter."""
+        """Abort everything that runs on one version of an adapter or an earlier one."""
         for request_id, running in tuple(self._running.items()):
-            if (running.name, running.generation) == (version.name, version.generation):
+            if running.name == version.name and running.generation <= version.generation:
                 await self._engine.abort(request_id)
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResult:

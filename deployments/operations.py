@@ -22,6 +22,8 @@ class OperationKind(StrEnum):
     LOAD = "load"
     UNLOAD = "unload"
     RESOLVE = "resolve"
+    PIN = "pin"
+    ROLLBACK = "rollback"
 
 
 class OperationPhase(StrEnum):

@@ -13,10 +13,14 @@ from ray.serve.handle import DeploymentHandle
 
 from adapters import AdapterVersion
 from deployments.backend import (
+    ALL_ADAPTERS,
+    AdapterQuery,
     AdapterStatus,
     BaseModelInfo,
     LoadAdapter,
+    PinAdapter,
     ReplicaStatus,
+    RollBackAdapter,
     UnloadAdapter,
 )
 from deployments.controller_actor import ControllerClient, Deployed
@@ -80,9 +84,9 @@ class RayBackend:
         result: BaseModelInfo = await self._ask("base_model")
         return result
 
-    async def list_adapters(self) -> list[AdapterStatus]:
-        """List every registered adapter by name."""
-        return await self._controller.list_adapters()
+    async def list_adapters(self, query: AdapterQuery = ALL_ADAPTERS) -> list[AdapterStatus]:
+        """List registered adapters by name."""
+        return await self._controller.list_adapters(query)
 
     async def get_adapter(self, name: str) -> AdapterStatus:
         """Describe one registered adapter."""
@@ -97,6 +101,16 @@ class RayBackend:
         """Forget an adapter on every live replica."""
         self._check_may_update()
         return await self._controller.unload(unload, unload.op_id or uuid.uuid4().hex)
+
+    async def pin_adapter(self, pin: PinAdapter) -> AdapterVersion:
+        """Pin or unpin an adapter on every live replica."""
+        self._check_may_update()
+        return await self._controller.pin(pin, pin.op_id or uuid.uuid4().hex)
+
+    async def roll_back_adapter(self, rollback: RollBackAdapter) -> AdapterVersion:
+        """Put an earlier version in service on every live replica."""
+        self._check_may_update()
+        return await self._controller.roll_back(rollback, rollback.op_id or uuid.uuid4().hex)
 
     async def list_operations(self, query: OperationQuery) -> list[OperationStatus]:
         """List operations, latest first."""

@@ -123,10 +123,13 @@ class ReplicaLink:
         while (version := self.table.find(name)) is None:
             await self._resolve(name)
         # From here to the lease check nothing awaits: if the lease still holds, the version that
-        # was looked up was in service when the request started.
-        with self.table.hold(version.digest):
-            if generation is not None and generation != version.generation:
+        # was looked up was in service (or kept) when the request started.
+        if generation is not None:
+            kept = self.table.find_kept(name, generation)
+            if kept is None:
                 raise GenerationNotFoundError(name, generation, version.generation)
+            version = kept
+        with self.table.hold(version.digest):
             if not self.holds_lease:
                 raise ReplicaUnavailableError("this replica lost contact with the controller")
             async with self.adapters.use(version.name, version.digest, version.source_uri) as used:

@@ -6,7 +6,7 @@ answers, time-outs or Ray.
 
 import sqlite3
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,9 @@ from deployments.journal_tables import (
     operation_row,
     read_operation,
     read_version,
+    read_versions,
     version_text,
+    versions_text,
 )
 from deployments.operations import Operation, OperationPhase, OperationQuery
 
@@ -42,6 +44,7 @@ class StoredState:
     journal_id: str
     table_version: int
     adapters: dict[str, AdapterVersion] = field(default_factory=dict)
+    kept: dict[str, tuple[AdapterVersion, ...]] = field(default_factory=dict)
     unloaded: frozenset[str] = frozenset()
     open_operations: tuple[Operation, ...] = ()
     members: tuple[Register, ...] = ()
@@ -59,10 +62,19 @@ class StateStore(Protocol):
     def begin(self, operation: Operation) -> Operation:
         """Write a new operation in phase PREPARING and allocate its generation."""
 
-    def commit(self, op_id: str, version: AdapterVersion, *, forget: bool, now: float) -> Operation:
+    def commit(
+        self,
+        op_id: str,
+        version: AdapterVersion,
+        *,
+        forget: bool,
+        now: float,
+        kept: Sequence[AdapterVersion] = (),
+    ) -> Operation:
         """Change what the name means and the operation's phase to COMMITTING, in one step.
 
-        ``version`` is what comes into service, or what leaves it when ``forget``.
+        ``version`` is what comes into service, or what leaves it when ``forget``; ``kept`` are
+        the earlier versions that stay known.
         """
 
     def finish(self, op_id: str, *, now: float) -> None:
@@ -123,12 +135,13 @@ class SqliteStateStore:
 
     def load(self) -> StoredState:
         """Read everything, at start."""
-        rows = self._db.execute("SELECT name, version FROM adapters").fetchall()
+        rows = self._db.execute("SELECT name, version, kept FROM adapters").fetchall()
         versions = {row["name"]: read_version(row["version"]) for row in rows}
         return StoredState(
             journal_id=self._meta("journal_id"),
             table_version=int(self._meta("table_version")),
             adapters={name: version for name, version in versions.items() if version},
+            kept={row["name"]: kept for row in rows if (kept := read_versions(row["kept"]))},
             unloaded=frozenset(name for name, version in versions.items() if version is None),
             open_operations=tuple(self._open_operations()),
             members=tuple(self._members()),
@@ -151,7 +164,15 @@ class SqliteStateStore:
                 self._prune()
         return operation
 
-    def commit(self, op_id: str, version: AdapterVersion, *, forget: bool, now: float) -> Operation:
+    def commit(
+        self,
+        op_id: str,
+        version: AdapterVersion,
+        *,
+        forget: bool,
+        now: float,
+        kept: Sequence[AdapterVersion] = (),
+    ) -> Operation:
         """Change what the name means and the operation's phase to COMMITTING, in one step."""
         with self._transaction():
             operation = replace(
@@ -163,11 +184,13 @@ class SqliteStateStore:
             )
             self._write(operation)
             self._db.execute(
-                "INSERT OR REPLACE INTO adapters VALUES (?, ?, ?)",
+                "INSERT OR REPLACE INTO adapters (name, version, table_version, kept) "
+                "VALUES (?, ?, ?, ?)",
                 (
                     operation.name,
                     None if forget else version_text(version),
                     operation.table_version,
+                    versions_text(kept),
                 ),
             )
         return operation

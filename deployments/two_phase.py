@@ -189,16 +189,19 @@ class TwoPhase:
         version: AdapterVersion,
         *,
         forget: bool = False,
+        keep: int = 0,
         abort_running: bool = False,
     ) -> Operation:
         """Write the change to the journal, then announce it. Takes effect or raises as a whole."""
+        kept = () if forget else self.desired.kept_beside(version, keep)
         committed = self._store.commit(
-            operation.op_id, version, forget=forget, now=self._clock.wall()
+            operation.op_id, version, forget=forget, kept=kept, now=self._clock.wall()
         )
         assert committed.table_version is not None
         change = TableChange(
             name=operation.name,
             version=None if forget else version,
+            kept=kept,
             abort_running=abort_running,
         )
         self.desired.apply(change, committed.table_version)

@@ -1,17 +1,25 @@
 """Loading, unloading and listing adapters, as vLLM's routes and as the cluster sees them."""
 
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse
 
 from adapters import InvalidAdapterNameError, validate_adapter_name
-from deployments.backend import AdapterStatus, LoadAdapter, UnloadAdapter
-from deployments.errors import AdapterNotFoundError, RuntimeUpdatingDisabledError
+from deployments.backend import (
+    AdapterQuery,
+    AdapterState,
+    AdapterStatus,
+    LoadAdapter,
+    UnloadAdapter,
+)
+from deployments.errors import AdapterNotFoundError
+from deployments.openai.admin_guards import admin_guards
 from deployments.openai.api import Api
-from deployments.openai.auth import admin_guard, caller_of, peer_of
+from deployments.openai.auth import caller_of, peer_of
 from deployments.openai.body import read_body
 from deployments.openai.failures import (
     INVALID_USER_INPUT,
@@ -22,16 +30,44 @@ from deployments.openai.failures import (
 from deployments.openai.operations import operation_id
 from deployments.openai.schema import LoadAdapterBody, UnloadAdapterBody
 
+_MAX_LISTED = 10_000
+
+
+class AdapterFilters(BaseModel):
+    """Query parameters of the list."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prefix: str = ""
+    state: AdapterState | None = None
+    pinned: bool | None = None
+    after: str = ""
+    limit: Annotated[int, Field(ge=1, le=_MAX_LISTED)] | None = None
+
+    def query(self, *, extra: int) -> AdapterQuery:
+        """The same for the backend, with a larger limit."""
+        limit = None if self.limit is None else self.limit + extra
+        return AdapterQuery(**self.model_dump(exclude={"limit"}), limit=limit)
+
 
 def adapters_router(api: Api) -> APIRouter:
     """Read-only views of all adapters."""
     router = APIRouter()
 
     @router.get("/v1/adapters")
-    async def list_adapters() -> Response:
-        adapters = [adapter_document(status) for status in await api.backend.list_adapters()]
+    async def list_adapters(request: Request) -> Response:
+        filters = AdapterFilters.model_validate(dict(request.query_params))
+        # One more than asked for tells whether there are more.
+        found = await api.backend.list_adapters(filters.query(extra=1))
+        page = found if filters.limit is None else found[: filters.limit]
         replicas = [asdict(status) for status in await api.backend.list_replicas()]
-        return _json({"object": "list", "data": adapters, "replicas": replicas})
+        document = {
+            "object": "list",
+            "data": list(map(adapter_document, page)),
+            "has_more": len(page) < len(found),
+            "replicas": replicas,
+        }
+        return _json(document)
 
     @router.get("/v1/adapters/{name:path}")
     async def get_adapter(name: str) -> Response:
@@ -41,14 +77,8 @@ def adapters_router(api: Api) -> APIRouter:
 
 
 def admin_router(api: Api) -> APIRouter:
-    """Load and unload. While run-time updating is off they answer 404, saying how to turn it on."""
-
-    async def check_enabled() -> None:
-        if not api.backend.allow_runtime_updating:
-            raise ApiError(str(RuntimeUpdatingDisabledError()), status=404, type=NOT_FOUND)
-
-    guards = [Depends(admin_guard(api.settings)), Depends(check_enabled)]
-    router = APIRouter(dependencies=guards)
+    """Load and unload as vLLM has them."""
+    router = APIRouter(dependencies=admin_guards(api))
 
     @router.post("/v1/load_lora_adapter")
     async def load_lora_adapter(request: Request) -> Response:
@@ -134,6 +164,16 @@ def adapter_document(status: AdapterStatus) -> dict[str, Any]:
         "created_at": version.created_at,
         "created_by": version.created_by,
         "replicas": [asdict(replica) for replica in status.replicas],
+        "kept": [
+            {
+                "generation": kept.generation,
+                "digest": kept.digest,
+                "source": kept.source_uri,
+                "created_at": kept.created_at,
+                "created_by": kept.created_by,
+            }
+            for kept in status.kept
+        ],
     }
 
 

@@ -195,7 +195,7 @@ class Cluster:
         self.store.close()
         self._up.clear()
         self.death.set()
-        for task in tuple(self.controller._operations._tasks.values()):
+        for task in tuple(self.controller._operations.runner.tasks.values()):
             task.cancel()
 
     async def controller_when_up(self) -> AdapterController:

@@ -6,12 +6,16 @@ from dataclasses import dataclass, field, replace
 
 from adapters import AdapterVersion
 from deployments.backend import (
+    ALL_ADAPTERS,
+    AdapterQuery,
     AdapterState,
     AdapterStatus,
     BaseModelInfo,
     LoadAdapter,
+    PinAdapter,
     ReplicaResidency,
     ReplicaStatus,
+    RollBackAdapter,
     UnloadAdapter,
 )
 from deployments.errors import (
@@ -20,6 +24,7 @@ from deployments.errors import (
     AdapterSourceError,
     GenerationNotFoundError,
     NameConflictError,
+    NoEarlierVersionError,
     OperationNotFoundError,
 )
 from deployments.generation import (
@@ -58,6 +63,8 @@ class FakeBackend:
     loads: list[LoadAdapter] = field(default_factory=list)
     unloads: list[UnloadAdapter] = field(default_factory=list)
     adapters: dict[str, AdapterVersion] = field(default_factory=dict)
+    kept: dict[str, list[AdapterVersion]] = field(default_factory=dict)
+    rollbacks: list[RollBackAdapter] = field(default_factory=list)
     operations: dict[str, OperationStatus] = field(default_factory=dict)
     operation_queries: list[OperationQuery] = field(default_factory=list)
     token_lookups: int = 0
@@ -189,8 +196,9 @@ class FakeBackend:
             created=1700000000,
         )
 
-    async def list_adapters(self) -> list[AdapterStatus]:
-        return [await self.get_adapter(name) for name in sorted(self.adapters)]
+    async def list_adapters(self, query: AdapterQuery = ALL_ADAPTERS) -> list[AdapterStatus]:
+        statuses = [await self.get_adapter(name) for name in sorted(self.adapters)]
+        return list(filter(query.selects, statuses))[: query.limit]
 
     async def get_adapter(self, name: str) -> AdapterStatus:
         if name not in self.adapters:
@@ -203,7 +211,12 @@ class FakeBackend:
             slot=None,
             num_running=0,
         )
-        return AdapterStatus(version=version, state=AdapterState.READY, replicas=(held,))
+        return AdapterStatus(
+            version=version,
+            state=AdapterState.READY,
+            replicas=(held,),
+            kept=tuple(self.kept.get(name, ())),
+        )
 
     async def load_adapter(self, load: LoadAdapter) -> AdapterVersion:
         self.loads.append(load)
@@ -222,6 +235,22 @@ class FakeBackend:
         if unload.name not in self.adapters:
             raise AdapterNotFoundError(unload.name)
         return self.adapters.pop(unload.name)
+
+    async def pin_adapter(self, pin: PinAdapter) -> AdapterVersion:
+        if pin.name not in self.adapters:
+            raise AdapterNotFoundError(pin.name, param="lora_name")
+        version = replace(self.adapters[pin.name], pinned=pin.pinned)
+        self.adapters[pin.name] = version
+        return version
+
+    async def roll_back_adapter(self, rollback: RollBackAdapter) -> AdapterVersion:
+        self.rollbacks.append(rollback)
+        if rollback.name not in self.kept:
+            raise NoEarlierVersionError(rollback.name)
+        earlier = self.kept[rollback.name][0]
+        generation = self.adapters[rollback.name].generation + 1
+        self.adapters[rollback.name] = replace(earlier, generation=generation)
+        return self.adapters[rollback.name]
 
     async def list_operations(self, query: OperationQuery) -> list[OperationStatus]:
         self.operation_queries.append(query)

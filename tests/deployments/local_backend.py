@@ -4,10 +4,14 @@ from collections.abc import AsyncIterator, Sequence
 
 from adapters import AdapterVersion
 from deployments.backend import (
+    ALL_ADAPTERS,
+    AdapterQuery,
     AdapterStatus,
     BaseModelInfo,
     LoadAdapter,
+    PinAdapter,
     ReplicaStatus,
+    RollBackAdapter,
     UnloadAdapter,
 )
 from deployments.errors import (
@@ -50,7 +54,7 @@ class LocalBackend:
     async def base_model(self) -> BaseModelInfo:
         return self._server.base_model
 
-    async def list_adapters(self) -> list[AdapterStatus]:
+    async def list_adapters(self, query: AdapterQuery = ALL_ADAPTERS) -> list[AdapterStatus]:
         return []
 
     async def get_adapter(self, name: str) -> AdapterStatus:
@@ -60,6 +64,12 @@ class LocalBackend:
         raise RuntimeUpdatingDisabledError
 
     async def unload_adapter(self, unload: UnloadAdapter) -> AdapterVersion:
+        raise RuntimeUpdatingDisabledError
+
+    async def pin_adapter(self, pin: PinAdapter) -> AdapterVersion:
+        raise RuntimeUpdatingDisabledError
+
+    async def roll_back_adapter(self, rollback: RollBackAdapter) -> AdapterVersion:
         raise RuntimeUpdatingDisabledError
 
     async def list_operations(self, query: OperationQuery) -> list[OperationStatus]:

@@ -152,7 +152,7 @@ async def test_flood_of_wrong_names_is_a_bounded_number_of_lookups(cluster: Reso
     await cluster.clock.advance(1)
     with pytest.raises(AdapterNotFoundError):
         await cluster.clock.finish(controller.resolve("another", member))
-    assert controller._operations._tasks == {}
+    assert controller._operations.runner.tasks == {}
 
 
 async def test_explicit_load_is_not_hidden_by_a_remembered_miss(cluster: Resolving) -> None:

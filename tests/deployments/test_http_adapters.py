@@ -162,6 +162,7 @@ async def test_adapter_matrix(client: Client, backend: FakeBackend) -> None:
                 "num_running": 0,
             }
         ],
+        "kept": [],
     }
     assert document["replicas"][0]["replica_id"] == "replica-1"
 
