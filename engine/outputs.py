@@ -63,7 +63,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """One request's share of a step: its next ``num_tokens`` tokens from ``num_computed_tokens`` on.
+    """One request's share of a step: ``num_tokens`` tokens from ``num_computed_tokens`` on.
 
     ``slot`` is the device slot of its adapter, None for the base model. ``block_ids`` is its block
     table, long enough for the tokens of this step. ``samples`` is True when the step reaches the

@@ -168,7 +168,8 @@ async def test_a_node_that_dies_during_a_replace_changes_nothing_for_the_others(
     assert survivors < before
 
     # A new node brings a replica that knows what it was not there for.
-    await asyncio.to_thread(nodes.cluster.add_node, num_cpus=1)
+    # On this thread: Ray installs a signal handler for the node.
+    nodes.cluster.add_node(num_cpus=1)
     grown = await observer.until_all_serve(content_of(1), 3)
     assert len(grown - before) == 1
     observer.is_over.set()
