@@ -24,11 +24,13 @@ from deployments.cluster_protocol import MemberId, PrepareReport
 from deployments.controller_settings import ControllerSettings
 from deployments.errors import (
     AdapterAlreadyLoadedError,
+    AdapterInUseError,
     AdapterNotFoundError,
     AdapterRejectedError,
     AdapterSourceError,
     ClusterError,
     GenerationNotFoundError,
+    NameConflictError,
     NoEarlierVersionError,
     OverloadedError,
     ResolverUnavailableError,
@@ -73,7 +75,7 @@ class AdapterOperations:
         self._store = store
         self._agreement = agreement
         self._clock = clock
-        self._names = KeyedLock()
+        self.names = KeyedLock()
         self.runner = OperationRunner(store, clock)
         self._not_found = NegativeCache(settings.negative_ttl_s, clock)
         self._lookups = RateLimit(settings.max_lookups_per_s, clock)
@@ -129,10 +131,12 @@ class AdapterOperations:
     # -- load
 
     async def _load(self, load: LoadAdapter, called: Operation) -> AdapterVersion:
-        async with self._names.hold(load.name):
+        async with self.names.hold(load.name):
             past = self._find_committed(called.op_id)
             if past is not None:
                 return past
+            if load.name in self._agreement.desired.aliases:
+                raise NameConflictError(load.name, "is an alias and cannot name an adapter.")
             current = self._agreement.desired.adapters.get(load.name)
             if current is not None and not load.load_inplace:
                 raise AdapterAlreadyLoadedError(load.name)
@@ -203,11 +207,14 @@ class AdapterOperations:
     # -- unload
 
     async def _unload(self, unload: UnloadAdapter, called: Operation) -> AdapterVersion:
-        async with self._names.hold(unload.name):
+        async with self.names.hold(unload.name):
             past = self._find_committed(called.op_id)
             if past is not None:
                 return past
             current = self._current(unload.name)
+            alias = self._agreement.desired.alias_of(unload.name)
+            if alias is not None:
+                raise AdapterInUseError(unload.name, alias)
             operation = self._store.begin(
                 replace(called, digest=current.digest, source_uri=current.source_uri)
             )
@@ -221,7 +228,7 @@ class AdapterOperations:
     # -- pin and rollback
 
     async def _pin(self, pin: PinAdapter, called: Operation) -> AdapterVersion:
-        async with self._names.hold(pin.name):
+        async with self.names.hold(pin.name):
             past = self._find_committed(called.op_id)
             if past is not None:
                 return past
@@ -233,7 +240,7 @@ class AdapterOperations:
             return await self._put_again(called, current, replace(current, pinned=pin.pinned))
 
     async def _roll_back(self, rollback: RollBackAdapter, called: Operation) -> AdapterVersion:
-        async with self._names.hold(rollback.name):
+        async with self.names.hold(rollback.name):
             past = self._find_committed(called.op_id)
             if past is not None:
                 return past
@@ -293,11 +300,13 @@ class AdapterOperations:
 
     # -- first request
 
-    async def _resolve(self, name: str, member: MemberId) -> AdapterVersion:
-        async with self._names.hold(name):
+    async def _resolve(self, name: str, member: MemberId) -> AdapterVersion | None:
+        async with self.names.hold(name):
             desired = self._agreement.desired
             if name in desired.adapters:
                 return desired.adapters[name]
+            if name in desired.aliases:
+                return None
             if name in desired.unloaded:
                 raise AdapterNotFoundError(name)
             try:
@@ -337,11 +346,9 @@ class AdapterOperations:
         past = self._store.find_operation(op_id)
         return past.version if past is not None and past.phase.is_committed else None
 
-    async def _roll_forward(self, operation: Operation) -> AdapterVersion:
-        async with self._names.hold(operation.name):
+    async def _roll_forward(self, operation: Operation) -> None:
+        async with self.names.hold(operation.name):
             await self._agreement.settle(operation)
-        assert operation.version is not None
-        return operation.version
 
     @contextmanager
     def _progress(self, operation: Operation, *, replacing: bool) -> Iterator[None]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from adapters import AdapterVersion
+from deployments.aliases import AdapterAlias, split_adapter
 from deployments.cluster_protocol import TableUpdate
 
 
@@ -23,6 +24,7 @@ class AdapterTable:
         self.table_version = -1
         self._on_unused = on_unused
         self._versions: dict[str, AdapterVersion] = {}
+        self._aliases: dict[str, AdapterAlias] = {}
         self._kept: dict[str, tuple[AdapterVersion, ...]] = {}
         self._asked: dict[str, dict[int, str]] = {}
         self._uses: Counter[str] = Counter()
@@ -49,14 +51,24 @@ class AdapterTable:
             asked[version.generation] = version.digest
             self.acquire(version.digest)
 
+    def find_alias(self, name: str) -> AdapterAlias | None:
+        """Return what an alias stands for now."""
+        return self._aliases.get(name)
+
     def pinned(self) -> list[AdapterVersion]:
         """Versions that should stay in memory."""
         return [version for version in self._versions.values() if version.pinned]
 
     def names_of(self, digests: Iterable[str]) -> list[str]:
-        """Names that mean one of these bytes."""
+        """Names that mean one of these bytes, and aliases that stand for one of those names."""
         wanted = set(digests)
-        return [name for name, version in self._versions.items() if version.digest in wanted]
+        names = {name for name, version in self._versions.items() if version.digest in wanted}
+        aliases = [
+            alias.name
+            for alias in self._aliases.values()
+            if any(split_adapter(target.adapter)[0] in names for target in alias.targets)
+        ]
+        return [*names, *aliases]
 
     def is_used(self, digest: str) -> bool:
         """Whether anything still needs these bytes."""
@@ -68,7 +80,7 @@ class AdapterTable:
         to_abort = []
         if update.snapshot:
             unused = [version.digest for version in self._versions.values()]
-            self._versions, self._kept = {}, {}
+            self._versions, self._kept, self._aliases = {}, {}, {}
         for change in update.changes:
             old = self._versions.pop(change.name, None)
             if old is not None:
@@ -81,6 +93,7 @@ class AdapterTable:
                 self.acquire(change.version.digest)
             if change.kept:
                 self._kept[change.name] = change.kept
+        self._apply_aliases(update)
         unused += self._forget_asked()
         self.journal_id = update.journal_id
         self.table_version = update.table_version
@@ -88,6 +101,17 @@ class AdapterTable:
         for digest in unused:
             self.release(digest)
         return to_abort
+
+    def _apply_aliases(self, update: TableUpdate) -> None:
+        for change in update.aliases:
+            self._aliases.pop(change.name, None)
+            if change.alias is None:
+                continue
+            self._aliases[change.name] = change.alias
+            for target in change.alias.targets:
+                name, generation = split_adapter(target.adapter)
+                if generation is not None:
+                    self.find_kept(name, generation)  # It will be asked for.
 
     def _forget_asked(self) -> list[str]:
         """Forget which generations were asked for and are kept no longer; returns their digests."""

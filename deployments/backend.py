@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from adapters import AdapterVersion
+from deployments.aliases import AdapterAlias, AliasTarget
 from deployments.generation import (
     GenerateRequest,
     GenerationItem,
@@ -160,6 +161,27 @@ class RollBackAdapter:
     op_id: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetAlias:
+    """Have a name stand for one adapter, or for several in shares of the requests."""
+
+    name: str
+    targets: tuple[AliasTarget, ...]
+    requested_by: str = ""
+    requested_from: str = ""
+    op_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteAlias:
+    """Forget an alias. The adapters that it stood for stay."""
+
+    name: str
+    requested_by: str = ""
+    requested_from: str = ""
+    op_id: str = ""
+
+
 class Backend(Protocol):
     """Everything that the ingress may ask of the cluster."""
 
@@ -203,6 +225,15 @@ class Backend(Protocol):
 
     async def roll_back_adapter(self, rollback: RollBackAdapter) -> AdapterVersion:
         """Put an earlier version in service; returns the new one once all replicas agree."""
+
+    async def list_aliases(self) -> list[AdapterAlias]:
+        """List every alias by name."""
+
+    async def set_alias(self, asked: SetAlias) -> AdapterAlias:
+        """Set or move an alias on every live replica; returns once all of them agree."""
+
+    async def delete_alias(self, asked: DeleteAlias) -> AdapterAlias:
+        """Forget an alias on every live replica; returns what it stood for."""
 
     async def list_operations(self, query: OperationQuery) -> list[OperationStatus]:
         """List operations, those under way among them, latest first."""

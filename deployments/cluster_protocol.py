@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from adapters import AdapterVersion
+from deployments.aliases import AdapterAlias
 from deployments.errors import ClusterError
 
 
@@ -50,6 +51,14 @@ class TableChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AliasChange:
+    """What an alias stands for now; ``alias`` None forgets it."""
+
+    name: str
+    alias: AdapterAlias | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TableUpdate:
     """Brings a replica's table to ``table_version``.
 
@@ -59,6 +68,7 @@ class TableUpdate:
     journal_id: str
     table_version: int
     changes: tuple[TableChange, ...]
+    aliases: tuple[AliasChange, ...] = ()
     snapshot: bool = False
 
 
@@ -131,9 +141,12 @@ class WatchAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """A name's version and the table version from which on every replica knows it."""
+    """A name's version and the table version from which on every replica knows it.
 
-    version: AdapterVersion
+    ``version`` None says that the name is an alias by now.
+    """
+
+    version: AdapterVersion | None
     table_version: int
 
 

@@ -11,16 +11,20 @@ from itertools import islice
 
 from adapters import AdapterVersion, validate_adapter_name
 from deployments.adapter_operations import AdapterOperations
+from deployments.alias_operations import AliasOperations
+from deployments.aliases import AdapterAlias
 from deployments.backend import (
     ALL_ADAPTERS,
     AdapterQuery,
     AdapterState,
     AdapterStatus,
+    DeleteAlias,
     LoadAdapter,
     PinAdapter,
     ReplicaResidency,
     ReplicaStatus,
     RollBackAdapter,
+    SetAlias,
     UnloadAdapter,
 )
 from deployments.clock import Clock
@@ -45,6 +49,9 @@ from deployments.operations import Operation, OperationQuery, OperationStatus
 from deployments.sources import AdapterSources
 from deployments.state_store import StateStore
 from deployments.two_phase import TwoPhase
+
+# First segments of names that would be taken for routes below /v1/adapters.
+_ROUTES = frozenset({"aliases", "operations"})
 
 
 class AdapterController:
@@ -72,6 +79,9 @@ class AdapterController:
         )
         self._desired = self._agreement.desired
         self._operations = AdapterOperations(settings, sources, store, self._agreement, clock)
+        self._aliases = AliasOperations(
+            settings, store, self._agreement, self._operations.runner, self._operations.names
+        )
         self._operations.recover(stored.open_operations)
 
     @property
@@ -86,7 +96,7 @@ class AdapterController:
         """
         old = self._settings
         settings = replace(settings, lease_s=old.lease_s, poll_s=old.poll_s)
-        self._settings = self._operations.settings = settings
+        self._settings = self._operations.settings = self._aliases.settings = settings
         self._operations.sources = sources
 
     # -- replicas
@@ -125,20 +135,19 @@ class AdapterController:
         registered, the others do when they need it.
         """
         validate_adapter_name(name)
-        if name not in self._desired.adapters:
-            if name == self._settings.base_model or name in self._desired.unloaded:
+        if name not in self._desired.adapters and name not in self._desired.aliases:
+            if self._is_taken(name) or name in self._desired.unloaded:
                 raise AdapterNotFoundError(name)
             await self._operations.resolve(name, member)
-        return Resolved(version=self._find(name), table_version=self._desired.table_version)
+        version = None if name in self._desired.aliases else self._find(name)
+        return Resolved(version=version, table_version=self._desired.table_version)
 
     # -- operators
 
     async def load(self, load: LoadAdapter, op_id: str) -> AdapterVersion:
         """Put an adapter in service under a name; returns once every live replica knows."""
         self._check_may_update()
-        validate_adapter_name(load.name)
-        if load.name == self._settings.base_model:
-            raise NameConflictError(load.name)
+        self._check_name(load.name)
         return await self._operations.load(load, op_id)
 
     async def unload(self, unload: UnloadAdapter, op_id: str) -> AdapterVersion:
@@ -155,6 +164,21 @@ class AdapterController:
         """Put an earlier version in service; returns once every live replica knows."""
         self._check_may_update()
         return await self._operations.roll_back(rollback, op_id)
+
+    async def set_alias(self, asked: SetAlias, op_id: str) -> AdapterAlias:
+        """Set or move an alias; returns once every live replica follows it."""
+        self._check_may_update()
+        self._check_name(asked.name)
+        return await self._aliases.set(asked, op_id)
+
+    async def delete_alias(self, asked: DeleteAlias, op_id: str) -> AdapterAlias:
+        """Forget an alias; returns once no live replica follows it."""
+        self._check_may_update()
+        return await self._aliases.delete(asked, op_id)
+
+    async def list_aliases(self) -> list[AdapterAlias]:
+        """List every alias by name."""
+        return [alias for _, alias in sorted(self._desired.aliases.items())]
 
     async def list_adapters(self, query: AdapterQuery = ALL_ADAPTERS) -> list[AdapterStatus]:
         """List registered adapters, and those about to be, by name."""
@@ -207,6 +231,16 @@ class AdapterController:
     def _check_may_update(self) -> None:
         if not self._settings.allow_runtime_updating:
             raise RuntimeUpdatingDisabledError
+
+    def _check_name(self, name: str) -> None:
+        validate_adapter_name(name)
+        if name == self._settings.base_model:
+            raise NameConflictError(name)
+        if self._is_taken(name):
+            raise NameConflictError(name, "is kept for the routes of the same name.")
+
+    def _is_taken(self, name: str) -> bool:
+        return name == self._settings.base_model or name.split("/")[0] in _ROUTES
 
     def _find(self, name: str) -> AdapterVersion:
         version = self._desired.adapters.get(name)

@@ -18,14 +18,17 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError
 
 from adapters import AdapterVersion
+from deployments.aliases import AdapterAlias
 from deployments.backend import (
     ALL_ADAPTERS,
     AdapterQuery,
     AdapterStatus,
+    DeleteAlias,
     LoadAdapter,
     PinAdapter,
     ReplicaStatus,
     RollBackAdapter,
+    SetAlias,
     UnloadAdapter,
 )
 from deployments.clock import SystemClock
@@ -138,6 +141,15 @@ class ControllerActor:
     async def roll_back(self, rollback: RollBackAdapter, op_id: str) -> AdapterVersion:
         return await self._controller.roll_back(rollback, op_id)
 
+    async def set_alias(self, asked: SetAlias, op_id: str) -> AdapterAlias:
+        return await self._controller.set_alias(asked, op_id)
+
+    async def delete_alias(self, asked: DeleteAlias, op_id: str) -> AdapterAlias:
+        return await self._controller.delete_alias(asked, op_id)
+
+    async def list_aliases(self) -> list[AdapterAlias]:
+        return await self._controller.list_aliases()
+
     async def list_adapters(self, query: AdapterQuery) -> list[AdapterStatus]:
         return await self._controller.list_adapters(query)
 
@@ -247,6 +259,18 @@ class ControllerClient:
     async def roll_back(self, rollback: RollBackAdapter, op_id: str) -> AdapterVersion:
         version: AdapterVersion = await self._call("roll_back", rollback, op_id)
         return version
+
+    async def set_alias(self, asked: SetAlias, op_id: str) -> AdapterAlias:
+        alias: AdapterAlias = await self._call("set_alias", asked, op_id)
+        return alias
+
+    async def delete_alias(self, asked: DeleteAlias, op_id: str) -> AdapterAlias:
+        alias: AdapterAlias = await self._call("delete_alias", asked, op_id)
+        return alias
+
+    async def list_aliases(self) -> list[AdapterAlias]:
+        aliases: list[AdapterAlias] = await self._call("list_aliases")
+        return aliases
 
     async def list_adapters(self, query: AdapterQuery = ALL_ADAPTERS) -> list[AdapterStatus]:
         adapters: list[AdapterStatus] = await self._call("list_adapters", query)

@@ -6,7 +6,8 @@ Pure bookkeeping behind the journal. Knows nothing of replicas or operations.
 from collections import deque
 
 from adapters import AdapterVersion
-from deployments.cluster_protocol import TableChange, TableUpdate
+from deployments.aliases import split_adapter
+from deployments.cluster_protocol import AliasChange, TableChange, TableUpdate
 from deployments.state_store import StoredState
 
 # A replica further behind than this gets a snapshot.
@@ -21,8 +22,9 @@ class DesiredState:
         self.table_version = stored.table_version
         self.adapters = dict(stored.adapters)
         self.kept = dict(stored.kept)
+        self.aliases = dict(stored.aliases)
         self.unloaded = set(stored.unloaded)
-        self._changes: deque[tuple[int, TableChange]] = deque(maxlen=_MAX_CHANGES)
+        self._changes: deque[tuple[int, TableChange | AliasChange]] = deque(maxlen=_MAX_CHANGES)
 
     def apply(self, change: TableChange, table_version: int) -> None:
         """Take in a change that the journal holds already."""
@@ -37,15 +39,44 @@ class DesiredState:
         self.table_version = table_version
         self._changes.append((table_version, change))
 
+    def apply_alias(self, change: AliasChange, table_version: int) -> None:
+        """Take in a change of an alias that the journal holds already."""
+        if change.alias is None:
+            self.aliases.pop(change.name, None)
+        else:
+            self.aliases[change.name] = change.alias
+        self.table_version = table_version
+        self._changes.append((table_version, change))
+
+    def alias_of(self, name: str) -> str | None:
+        """An alias that stands for an adapter, whichever generation; None if there is none."""
+        for alias in self.aliases.values():
+            if any(split_adapter(target.adapter)[0] == name for target in alias.targets):
+                return alias.name
+        return None
+
     def kept_beside(self, version: AdapterVersion, limit: int) -> tuple[AdapterVersion, ...]:
-        """The earlier versions to keep once this one is in service, latest first."""
+        """The earlier versions to keep once this one is in service, latest first.
+
+        Generations that an alias stands for are kept beyond the limit.
+        """
         current = self.adapters.get(version.name)
         if current is None:
             return ()
         kept = self.kept.get(version.name, ())
         if current.generation != version.generation:
             kept = (current, *kept)
-        return kept[:limit]
+        aliased = self._aliased_generations(version.name)
+        return tuple(
+            earlier
+            for index, earlier in enumerate(kept)
+            if index < limit or earlier.generation in aliased
+        )
+
+    def _aliased_generations(self, name: str) -> set[int | None]:
+        targets = (target for alias in self.aliases.values() for target in alias.targets)
+        pairs = (split_adapter(target.adapter) for target in targets)
+        return {generation for aliased, generation in pairs if aliased == name}
 
     def snapshot(self) -> TableUpdate:
         """The whole table."""
@@ -55,6 +86,9 @@ class DesiredState:
             changes=tuple(
                 TableChange(name=name, version=version, kept=self.kept.get(name, ()))
                 for name, version in self.adapters.items()
+            ),
+            aliases=tuple(
+                AliasChange(name=name, alias=alias) for name, alias in self.aliases.items()
             ),
             snapshot=True,
         )
@@ -67,8 +101,10 @@ class DesiredState:
         is_covered = oldest - 1 <= table_version <= self.table_version
         if journal_id != self.journal_id or not is_covered:
             return self.snapshot()
+        missing = [change for version, change in self._changes if version > table_version]
         return TableUpdate(
             journal_id=self.journal_id,
             table_version=self.table_version,
-            changes=tuple(change for version, change in self._changes if version > table_version),
+            changes=tuple(change for change in missing if isinstance(change, TableChange)),
+            aliases=tuple(change for change in missing if isinstance(change, AliasChange)),
         )

@@ -48,6 +48,7 @@ ERROR_TABLE: dict[type[Exception], ErrorStatus] = {
     # Nobody helps this by asking at once again.
     errors.ResolverForbiddenError: ErrorStatus(502, "BadGatewayError", "model", 60),
     errors.OperationTimeoutError: ErrorStatus(504, "TimeoutError"),
+    errors.AdapterInUseError: ErrorStatus(409, "ConflictError", "lora_name"),
     errors.NoEarlierVersionError: ErrorStatus(409, "ConflictError", "generation"),
     errors.OperationNotFoundError: ErrorStatus(404, "NotFoundError", "operation_id"),
     errors.OperationConflictError: ErrorStatus(409, "ConflictError", "idempotency-key"),

@@ -2,12 +2,14 @@
 
     ClusterError
     ├── AdapterNotFoundError            no adapter of that name, and no resolver knows one
-    │   └── GenerationNotFoundError     the name is known, the asked generation is not current
+    │   ├── GenerationNotFoundError     the name is known, the asked generation is not kept
+    │   └── AliasNotFoundError          no alias of that name
     ├── AdapterAlreadyLoadedError       the name is taken and the caller did not ask to replace
     ├── AdapterRejectedError            a replica refused it; carries each replica's reason
     ├── AdapterSourceError              the path or URI holds no adapter
     │   └── InvalidAdapterSourceError   it holds something that cannot be one
-    ├── NameConflictError               the name belongs to the base model
+    ├── AdapterInUseError               an alias stands for it
+    ├── NameConflictError               the name belongs to the base model, an alias or a route
     ├── PathNotAllowedError             outside the directories that the operator allows
     ├── RuntimeUpdatingDisabledError    the operator switched loading at run time off
     ├── ResolverUnavailableError        a source failed: not the same as "not found"
@@ -77,6 +79,23 @@ class GenerationNotFoundError(AdapterNotFoundError):
         self.current = current
 
 
+class AliasNotFoundError(AdapterNotFoundError):
+    """No alias of that name is set."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.args = (f"The alias `{name}` does not exist.",)
+
+
+class AdapterInUseError(ClusterError):
+    """An alias stands for the adapter."""
+
+    def __init__(self, name: str, alias: str) -> None:
+        super().__init__(f"the alias {alias!r} stands for {name!r}; move or delete the alias first")
+        self.name = name
+        self.alias = alias
+
+
 class AdapterAlreadyLoadedError(ClusterError):
     """The name is in use and the caller did not ask to replace what it means."""
 
@@ -126,10 +145,12 @@ class InvalidAdapterSourceError(AdapterSourceError):
 
 
 class NameConflictError(ClusterError):
-    """The name belongs to the base model."""
+    """The name belongs to the base model, an alias or a route."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(f"{name!r} is the base model's name and cannot name an adapter.")
+    def __init__(
+        self, name: str, why: str = "is the base model's name and cannot name an adapter."
+    ) -> None:
+        super().__init__(f"{name!r} {why}")
         self.name = name
 
 

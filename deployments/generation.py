@@ -46,7 +46,8 @@ class PromptInput:
 class GenerateRequest:
     """One prompt to be continued by the base model or one adapter.
 
-    ``adapter`` is a name, or ``name@generation`` to insist on one version; None is the base model.
+    ``adapter`` is a name or an alias, or ``name@generation`` to insist on one version; None is the
+    base model. ``split_key`` chooses among the adapters that an alias stands for.
     ``params.max_tokens`` None generates until the context is full. ``add_special_tokens`` applies
     to text prompts (a chat template writes its own). ``truncate_prompt_tokens`` keeps the last k
     prompt tokens.
@@ -56,6 +57,7 @@ class GenerateRequest:
     prompt: PromptInput
     params: SamplingParams
     adapter: str | None = None
+    split_key: str = ""
     priority: int = 0
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Depends, FastAPI, Response
 
 from deployments.backend import Backend
 from deployments.openai.adapters import adapters_router, admin_router
+from deployments.openai.aliases import aliases_router
 from deployments.openai.api import Api
 from deployments.openai.auth import user_guard
 from deployments.openai.chat import chat_router
@@ -39,6 +40,7 @@ def create_http_app(
     app.include_router(metrics_router(api, metrics))
     # Before the adapters, whose names may hold slashes.
     app.include_router(operations_router(api))
+    app.include_router(aliases_router(api))
     user_routers = (
         models_router(api),
         completions_router(api),

@@ -56,7 +56,9 @@ class LLMServer:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationItem]:
         """Stream one request; see ``Backend.generate``."""
         async with AsyncExitStack() as stack:
-            admitted = await stack.enter_async_context(self._admit(request.adapter))
+            admitted = await stack.enter_async_context(
+                self._admit(request.adapter, request.split_key)
+            )
             prompt_token_ids = await self._encoder.encode(
                 request.prompt,
                 chat_template=None if admitted is None else admitted.chat_template,
@@ -125,7 +127,9 @@ class LLMServer:
             raise EngineDeadError("the engine has stopped")
 
     @asynccontextmanager
-    async def _admit(self, adapter: str | None) -> AsyncIterator[AdmittedAdapter | None]:
+    async def _admit(
+        self, adapter: str | None, split_key: str = ""
+    ) -> AsyncIterator[AdmittedAdapter | None]:
         if adapter is None:
             yield None
             return
@@ -133,7 +137,7 @@ class LLMServer:
             raise ReplicaUnavailableError("this replica has not joined the cluster")
         async with AsyncExitStack() as stack:
             try:
-                admitted = await stack.enter_async_context(self._link.admit(adapter))
+                admitted = await stack.enter_async_context(self._link.admit(adapter, split_key))
             except (AdapterRejectedError, AdapterSourceError) as error:
                 # Here the request field at fault is the name, not a path that somebody loaded.
                 error.param = "model"

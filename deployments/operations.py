@@ -24,6 +24,8 @@ class OperationKind(StrEnum):
     RESOLVE = "resolve"
     PIN = "pin"
     ROLLBACK = "rollback"
+    SET_ALIAS = "set_alias"
+    DELETE_ALIAS = "delete_alias"
 
 
 class OperationPhase(StrEnum):

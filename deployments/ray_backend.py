@@ -12,15 +12,18 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from adapters import AdapterVersion
+from deployments.aliases import AdapterAlias
 from deployments.backend import (
     ALL_ADAPTERS,
     AdapterQuery,
     AdapterStatus,
     BaseModelInfo,
+    DeleteAlias,
     LoadAdapter,
     PinAdapter,
     ReplicaStatus,
     RollBackAdapter,
+    SetAlias,
     UnloadAdapter,
 )
 from deployments.controller_actor import ControllerClient, Deployed
@@ -111,6 +114,20 @@ class RayBackend:
         """Put an earlier version in service on every live replica."""
         self._check_may_update()
         return await self._controller.roll_back(rollback, rollback.op_id or uuid.uuid4().hex)
+
+    async def list_aliases(self) -> list[AdapterAlias]:
+        """List every alias by name."""
+        return await self._controller.list_aliases()
+
+    async def set_alias(self, asked: SetAlias) -> AdapterAlias:
+        """Set or move an alias on every live replica."""
+        self._check_may_update()
+        return await self._controller.set_alias(asked, asked.op_id or uuid.uuid4().hex)
+
+    async def delete_alias(self, asked: DeleteAlias) -> AdapterAlias:
+        """Forget an alias on every live replica."""
+        self._check_may_update()
+        return await self._controller.delete_alias(asked, asked.op_id or uuid.uuid4().hex)
 
     async def list_operations(self, query: OperationQuery) -> list[OperationStatus]:
         """List operations, latest first."""

@@ -12,8 +12,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from adapters import AdapterVersion, InvalidAdapterNameError, LoRARequest, validate_adapter_name
+from adapters import AdapterVersion, LoRARequest
 from deployments.adapter_table import AdapterTable
+from deployments.aliases import split_adapter
 from deployments.clock import Clock, Signal
 from deployments.cluster_protocol import (
     LeaseLostError,
@@ -114,26 +115,37 @@ class ReplicaLink:
     # -- requests
 
     @asynccontextmanager
-    async def admit(self, adapter: str) -> AsyncIterator[AdmittedAdapter]:
+    async def admit(self, adapter: str, split_key: str = "") -> AsyncIterator[AdmittedAdapter]:
         """Let a request start on what the name means now, and keep that version until it ends.
 
-        ``adapter`` is a name or ``name@generation``.
+        ``adapter`` is a name, ``name@generation``, or an alias; ``split_key`` decides among the
+        adapters that an alias stands for.
         """
-        name, generation = _split(adapter)
-        while (version := self.table.find(name)) is None:
+        name, _ = split_adapter(adapter)
+        while self.table.find(name) is None and self.table.find_alias(name) is None:
             await self._resolve(name)
-        # From here to the lease check nothing awaits: if the lease still holds, the version that
-        # was looked up was in service (or kept) when the request started.
-        if generation is not None:
-            kept = self.table.find_kept(name, generation)
-            if kept is None:
-                raise GenerationNotFoundError(name, generation, version.generation)
-            version = kept
+        # From the lease check to the hold nothing awaits: what is looked up was in service when
+        # the request started.
+        if not self.holds_lease:
+            raise ReplicaUnavailableError("this replica lost contact with the controller")
+        version = self._version_of(adapter, split_key)
         with self.table.hold(version.digest):
-            if not self.holds_lease:
-                raise ReplicaUnavailableError("this replica lost contact with the controller")
             async with self.adapters.use(version.name, version.digest, version.source_uri) as used:
                 yield _admitted(version, used)
+
+    def _version_of(self, adapter: str, split_key: str) -> AdapterVersion:
+        """What a request runs on that starts now."""
+        alias = self.table.find_alias(adapter)
+        name, generation = split_adapter(adapter if alias is None else alias.choose(split_key))
+        current = self.table.find(name)
+        if current is None:
+            raise AdapterNotFoundError(adapter)
+        if generation is None:
+            return current
+        kept = self.table.find_kept(name, generation)
+        if kept is None:
+            raise GenerationNotFoundError(name, generation, current.generation)
+        return kept
 
     async def _resolve(self, name: str) -> None:
         """Learn a name from the controller, once for all requests that wait for it."""
@@ -306,17 +318,3 @@ def _admitted(version: AdapterVersion, loaded: LoadedAdapter) -> AdmittedAdapter
         base_model_name=version.base_model,
     )
     return AdmittedAdapter(version=version, lora=lora, chat_template=loaded.chat_template)
-
-
-def _split(adapter: str) -> tuple[str, int | None]:
-    """Split ``name@generation``. What cannot be a name is the name of nothing."""
-    name, at, generation = adapter.partition("@")
-    try:
-        validate_adapter_name(name)
-    except InvalidAdapterNameError as error:
-        raise AdapterNotFoundError(adapter) from error
-    if not at:
-        return name, None
-    if not (generation.isascii() and generation.isdigit()):
-        raise AdapterNotFoundError(adapter)
-    return name, int(generation)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from adapters import AdapterVersion
+from deployments.aliases import AdapterAlias
 from deployments.cluster_protocol import MemberId, Register
 from deployments.errors import JournalUnavailableError
 from deployments.journal_tables import (
@@ -45,6 +46,7 @@ class StoredState:
     table_version: int
     adapters: dict[str, AdapterVersion] = field(default_factory=dict)
     kept: dict[str, tuple[AdapterVersion, ...]] = field(default_factory=dict)
+    aliases: dict[str, AdapterAlias] = field(default_factory=dict)
     unloaded: frozenset[str] = frozenset()
     open_operations: tuple[Operation, ...] = ()
     members: tuple[Register, ...] = ()
@@ -76,6 +78,9 @@ class StateStore(Protocol):
         ``version`` is what comes into service, or what leaves it when ``forget``; ``kept`` are
         the earlier versions that stay known.
         """
+
+    def commit_alias(self, op_id: str, alias: AdapterAlias | None, *, now: float) -> Operation:
+        """The same for an alias; None forgets it."""
 
     def finish(self, op_id: str, *, now: float) -> None:
         """Move a committed operation to DONE."""
@@ -142,6 +147,7 @@ class SqliteStateStore:
             table_version=int(self._meta("table_version")),
             adapters={name: version for name, version in versions.items() if version},
             kept={row["name"]: kept for row in rows if (kept := read_versions(row["kept"]))},
+            aliases={alias.name: alias for alias in self._aliases()},
             unloaded=frozenset(name for name, version in versions.items() if version is None),
             open_operations=tuple(self._open_operations()),
             members=tuple(self._members()),
@@ -175,14 +181,7 @@ class SqliteStateStore:
     ) -> Operation:
         """Change what the name means and the operation's phase to COMMITTING, in one step."""
         with self._transaction():
-            operation = replace(
-                self._require(op_id, OperationPhase.PREPARING),
-                phase=OperationPhase.COMMITTING,
-                ended_at=now,
-                table_version=self._increment("table_version"),
-                version=version,
-            )
-            self._write(operation)
+            operation = self._committed(op_id, now, version)
             self._db.execute(
                 "INSERT OR REPLACE INTO adapters (name, version, table_version, kept) "
                 "VALUES (?, ?, ?, ?)",
@@ -193,6 +192,26 @@ class SqliteStateStore:
                     versions_text(kept),
                 ),
             )
+        return operation
+
+    def commit_alias(self, op_id: str, alias: AdapterAlias | None, *, now: float) -> Operation:
+        """Change what an alias stands for and the operation's phase, in one step."""
+        with self._transaction():
+            operation = self._committed(op_id, now, None)
+            self._db.execute("DELETE FROM aliases WHERE name = ?", (operation.name,))
+            if alias is not None:
+                self._db.execute("INSERT INTO aliases VALUES (?, ?)", (alias.name, alias.to_json()))
+        return operation
+
+    def _committed(self, op_id: str, now: float, version: AdapterVersion | None) -> Operation:
+        operation = replace(
+            self._require(op_id, OperationPhase.PREPARING),
+            phase=OperationPhase.COMMITTING,
+            ended_at=now,
+            table_version=self._increment("table_version"),
+            version=version,
+        )
+        self._write(operation)
         return operation
 
     def finish(self, op_id: str, *, now: float) -> None:
@@ -325,6 +344,10 @@ class SqliteStateStore:
             (OperationPhase.PREPARING, OperationPhase.COMMITTING),
         ).fetchall()
         return map(read_operation, rows)
+
+    def _aliases(self) -> Iterator[AdapterAlias]:
+        for row in self._db.execute("SELECT document FROM aliases").fetchall():
+            yield AdapterAlias.from_json(row["document"])
 
     def _members(self) -> Iterator[Register]:
         for row in self._db.execute("SELECT * FROM members").fetchall():

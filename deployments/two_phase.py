@@ -7,12 +7,14 @@ certain that its process is gone. Knows nothing of sources, resolvers or what us
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from adapters import AdapterVersion
+from deployments.aliases import AdapterAlias
 from deployments.clock import Clock, Signal
 from deployments.cluster_protocol import (
+    AliasChange,
     Liveness,
     MemberId,
     PrepareCommand,
@@ -208,6 +210,21 @@ class TwoPhase:
         self._prepares.pop(_attempt(operation), None)
         self._signal.notify()
         return committed
+
+    def commit_alias(self, operation: Operation, alias: AdapterAlias | None) -> Operation:
+        """Write what an alias stands for to the journal, then announce it; None forgets it."""
+        committed = self._store.commit_alias(operation.op_id, alias, now=self._clock.wall())
+        assert committed.table_version is not None
+        change = AliasChange(name=operation.name, alias=alias)
+        self.desired.apply_alias(change, committed.table_version)
+        self._signal.notify()
+        return committed
+
+    def end_prepares(self, operations: Sequence[Operation]) -> None:
+        """Stop announcing prepares that are not a commit's own."""
+        for operation in operations:
+            self._prepares.pop(_attempt(operation), None)
+        self._signal.notify()
 
     def abort(
         self, operation: Operation, detail: str, reasons: Mapping[str, str] | None = None

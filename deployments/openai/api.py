@@ -51,8 +51,13 @@ class Api:
         prompts: Sequence[PromptInput],
         params: SamplingParams,
         base: BaseModelInfo,
+        *,
+        request_id: str,
     ) -> list[GenerateRequest]:
-        """One generate request for each prompt."""
+        """One generate request for each prompt.
+
+        An alias chooses by the user, else by the HTTP request, so all prompts go one way.
+        """
         if len(prompts) * body.n > self.settings.max_choices:
             raise ApiError(
                 f"{len(prompts)} prompts times n={body.n} are more than the "
@@ -67,6 +72,7 @@ class Api:
                 prompt=prompt,
                 params=params,
                 adapter=adapter,
+                split_key=body.user or request_id,
                 priority=body.priority,
                 add_special_tokens=getattr(body, "add_special_tokens", True),
                 truncate_prompt_tokens=truncate,

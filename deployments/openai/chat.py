@@ -40,7 +40,8 @@ def chat_router(api: Api) -> APIRouter:
         prompt = chat_prompt(body, api.settings)
         params = chat_params(body, base.vocab_size)
         head = api.head("chatcmpl", body, base)
-        requests = api.requests(head, body, [prompt], params, base)
+        request_id = request.scope["state"]["request_id"]
+        requests = api.requests(head, body, [prompt], params, base, request_id=request_id)
 
         async def make_writer(fanout: Fanout) -> ChatWriter:
             return ChatWriter(api, head, body, fanout, prompt)

@@ -38,7 +38,8 @@ def completions_router(api: Api) -> APIRouter:
         prompts = completion_prompts(body.prompt, base.vocab_size)
         params = completion_params(body, base.vocab_size)
         head = api.head("cmpl", body, base)
-        requests = api.requests(head, body, prompts, params, base)
+        request_id = request.scope["state"]["request_id"]
+        requests = api.requests(head, body, prompts, params, base, request_id=request_id)
 
         async def make_writer(fanout: Fanout) -> CompletionWriter:
             if body.echo and body.logprobs is not None:

@@ -1,10 +1,11 @@
-"""GET /v1/models: the base model and every adapter that can be asked for."""
+"""GET /v1/models: the base model and every adapter and alias that can be asked for."""
 
 from typing import Any
 
 import orjson
 from fastapi import APIRouter, Response
 
+from deployments.aliases import AdapterAlias
 from deployments.backend import AdapterState, AdapterStatus, BaseModelInfo
 from deployments.openai.adapters import find_adapter
 from deployments.openai.api import Api
@@ -25,6 +26,7 @@ def models_router(api: Api) -> APIRouter:
             for status in await api.backend.list_adapters()
             if status.state is not AdapterState.PREPARING
         ]
+        cards += [_alias_card(alias, base) for alias in await api.backend.list_aliases()]
         return _json({"object": "list", "data": cards})
 
     @router.get("/v1/models/{model_id:path}")
@@ -33,6 +35,9 @@ def models_router(api: Api) -> APIRouter:
         if model_id == base.id:
             return _json(_base_card(base))
         name = model_id.removeprefix(f"{base.id}:")
+        for alias in await api.backend.list_aliases():
+            if alias.name == name:
+                return _json(_alias_card(alias, base))
         return _json(_adapter_card(await find_adapter(api, name), base))
 
     return router
@@ -46,6 +51,13 @@ def _adapter_card(status: AdapterStatus, base: BaseModelInfo) -> dict[str, Any]:
     version = status.version
     created = int(version.created_at)
     return _card(version.name, created, version.source_uri, base.id, base.max_model_len)
+
+
+def _alias_card(alias: AdapterAlias, base: BaseModelInfo) -> dict[str, Any]:
+    """Its root names what it stands for, the largest share first."""
+    targets = sorted(alias.targets, key=lambda target: -target.weight)
+    root = "alias:" + ",".join(target.adapter for target in targets)
+    return _card(alias.name, int(alias.created_at), root, base.id, base.max_model_len)
 
 
 def _card(

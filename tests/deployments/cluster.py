@@ -49,7 +49,7 @@ class FragileStore(SqliteStateStore):
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        if name not in ("begin", "commit", "finish", "abort"):
+        if name not in ("begin", "commit", "commit_alias", "finish", "abort"):
             return value
 
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -135,9 +135,9 @@ class Replica:
     async def _abort(self, version: AdapterVersion) -> None:
         self.aborted.append(version)
 
-    async def digest_for(self, adapter: str) -> str:
+    async def digest_for(self, adapter: str, split_key: str = "") -> str:
         """Start a request and say which bytes it runs on."""
-        async with self.link.admit(adapter) as admitted:
+        async with self.link.admit(adapter, split_key) as admitted:
             assert admitted.lora.digest in self.engine.loaded
             return admitted.version.digest
 

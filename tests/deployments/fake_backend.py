@@ -5,23 +5,27 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from adapters import AdapterVersion
+from deployments.aliases import AdapterAlias
 from deployments.backend import (
     ALL_ADAPTERS,
     AdapterQuery,
     AdapterState,
     AdapterStatus,
     BaseModelInfo,
+    DeleteAlias,
     LoadAdapter,
     PinAdapter,
     ReplicaResidency,
     ReplicaStatus,
     RollBackAdapter,
+    SetAlias,
     UnloadAdapter,
 )
 from deployments.errors import (
     AdapterAlreadyLoadedError,
     AdapterNotFoundError,
     AdapterSourceError,
+    AliasNotFoundError,
     GenerationNotFoundError,
     NameConflictError,
     NoEarlierVersionError,
@@ -64,6 +68,7 @@ class FakeBackend:
     unloads: list[UnloadAdapter] = field(default_factory=list)
     adapters: dict[str, AdapterVersion] = field(default_factory=dict)
     kept: dict[str, list[AdapterVersion]] = field(default_factory=dict)
+    aliases: dict[str, AdapterAlias] = field(default_factory=dict)
     rollbacks: list[RollBackAdapter] = field(default_factory=list)
     operations: dict[str, OperationStatus] = field(default_factory=dict)
     operation_queries: list[OperationQuery] = field(default_factory=list)
@@ -251,6 +256,21 @@ class FakeBackend:
         generation = self.adapters[rollback.name].generation + 1
         self.adapters[rollback.name] = replace(earlier, generation=generation)
         return self.adapters[rollback.name]
+
+    async def list_aliases(self) -> list[AdapterAlias]:
+        return [alias for _, alias in sorted(self.aliases.items())]
+
+    async def set_alias(self, asked: SetAlias) -> AdapterAlias:
+        if asked.name in self.adapters:
+            raise NameConflictError(asked.name, "is an adapter's name and cannot be an alias.")
+        alias = AdapterAlias(name=asked.name, targets=asked.targets, generation=9)
+        self.aliases[asked.name] = alias
+        return alias
+
+    async def delete_alias(self, asked: DeleteAlias) -> AdapterAlias:
+        if asked.name not in self.aliases:
+            raise AliasNotFoundError(asked.name)
+        return self.aliases.pop(asked.name)
 
     async def list_operations(self, query: OperationQuery) -> list[OperationStatus]:
         self.operation_queries.append(query)

@@ -3,15 +3,18 @@
 from collections.abc import AsyncIterator, Sequence
 
 from adapters import AdapterVersion
+from deployments.aliases import AdapterAlias
 from deployments.backend import (
     ALL_ADAPTERS,
     AdapterQuery,
     AdapterStatus,
     BaseModelInfo,
+    DeleteAlias,
     LoadAdapter,
     PinAdapter,
     ReplicaStatus,
     RollBackAdapter,
+    SetAlias,
     UnloadAdapter,
 )
 from deployments.errors import (
@@ -70,6 +73,15 @@ class LocalBackend:
         raise RuntimeUpdatingDisabledError
 
     async def roll_back_adapter(self, rollback: RollBackAdapter) -> AdapterVersion:
+        raise RuntimeUpdatingDisabledError
+
+    async def list_aliases(self) -> list[AdapterAlias]:
+        return []
+
+    async def set_alias(self, asked: SetAlias) -> AdapterAlias:
+        raise RuntimeUpdatingDisabledError
+
+    async def delete_alias(self, asked: DeleteAlias) -> AdapterAlias:
         raise RuntimeUpdatingDisabledError
 
     async def list_operations(self, query: OperationQuery) -> list[OperationStatus]:
