@@ -280,6 +280,6 @@ def _last_used(path: Path) -> float:
 
 def _directory_size(path: Path) -> int:
     # Another process may remove it meanwhile.
-    with suppress(FileNotFoundError):
-        return sum(entry.stat().st_size for entry in os.scandir(path))
+    with suppress(FileNotFoundError), os.scandir(path) as entries:
+        return sum(entry.stat().st_size for entry in entries)
     return 0
