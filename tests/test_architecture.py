@@ -3,6 +3,7 @@
 Knows the layout of the repository. Knows nothing of what the code does.
 """
 
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -17,11 +18,11 @@ VAGUE_NAMES = {"utils", "common", "helpers"}
 
 def source_files() -> list[Path]:
     """Return the Python files of the project, leaving out hidden folders and build outputs."""
-    return [
-        path
-        for path in ROOT.rglob("*.py")
-        if not any(part.startswith(".") or part == "build" for part in path.relative_to(ROOT).parts)
-    ]
+    files = []
+    for folder, subfolders, names in os.walk(ROOT):
+        subfolders[:] = [name for name in subfolders if name[0] != "." and name != "build"]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return files
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
