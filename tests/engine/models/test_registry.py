@@ -16,6 +16,7 @@ from engine.models.registry import max_model_len, model_class, read_config
         ("t5", {}, "encoder-decoder"),
         ("mamba", {}, "AttentionInterface|layers of type"),
         ("bloom", {}, "AttentionInterface"),
+        ("stablelm", {}, "AttentionInterface"),
         ("qwen3_next", {}, "layers of type linear_attention"),
         ("gemma3", {}, "multimodal"),
         ("vit", {}, "no causal language model"),
