@@ -44,6 +44,7 @@ from deployments.operations import (
     OperationPhase,
     describe_request,
 )
+from deployments.push_store import PushStore
 from deployments.rate_limit import RateLimit
 from deployments.sources import AdapterSources
 from deployments.state_store import StateStore
@@ -65,12 +66,14 @@ class AdapterOperations:
         self,
         settings: ControllerSettings,
         sources: AdapterSources,
+        pushes: PushStore,
         store: StateStore,
         agreement: TwoPhase,
         clock: Clock,
     ) -> None:
         self.settings = settings
         self.sources = sources
+        self.pushes = pushes
         self.in_progress: dict[str, tuple[AdapterState, Operation]] = {}
         self._store = store
         self._agreement = agreement
@@ -90,15 +93,18 @@ class AdapterOperations:
 
     async def load(self, load: LoadAdapter, op_id: str) -> AdapterVersion:
         """Put an adapter in service on every live replica."""
-        request = describe_request(load.source, load.load_inplace, load.pin)
+        source = load.digest if load.upload else load.source
+        request = describe_request(source, load.load_inplace, load.pin)
         called = self.runner.called(op_id, OperationKind.LOAD, load, request, pinned=load.pin)
-        return await self._run(called, lambda: self._load(load, called))
+        return await self._run(called, lambda: self._load_held(load, called))
 
     async def unload(self, unload: UnloadAdapter, op_id: str) -> AdapterVersion:
         """Take a name out of service on every live replica."""
         request = describe_request(unload.force)
         called = self.runner.called(op_id, OperationKind.UNLOAD, unload, request)
-        return await self._run(called, lambda: self._unload(unload, called), unload.timeout_s)
+        version = await self._run(called, lambda: self._unload(unload, called), unload.timeout_s)
+        await self.pushes.remove_unused(self._agreement.desired.digests)
+        return version
 
     async def pin(self, pin: PinAdapter, op_id: str) -> AdapterVersion:
         """Keep a name's weights in memory everywhere, or let them go when there is no room."""
@@ -130,6 +136,14 @@ class AdapterOperations:
 
     # -- load
 
+    async def _load_held(self, load: LoadAdapter, called: Operation) -> AdapterVersion:
+        if not load.upload:
+            return await self._load(load, called)
+        with self.pushes.hold(load.digest):
+            version = await self._load(load, called)
+        await self.pushes.remove_unused(self._agreement.desired.digests)
+        return version
+
     async def _load(self, load: LoadAdapter, called: Operation) -> AdapterVersion:
         async with self.names.hold(load.name):
             past = self._find_committed(called.op_id)
@@ -155,6 +169,8 @@ class AdapterOperations:
             return committed.version
 
     async def _find_source(self, load: LoadAdapter) -> LoRARequest:
+        if load.upload:
+            return await self.pushes.take_over(load.name, load.upload, load.digest)
         if load.source is not None:
             return await self.sources.open(load.name, load.source)
         found = await self.sources.find(load.name)

@@ -7,8 +7,10 @@ the cause is known by then.
 """
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Protocol
 
 from adapters import AdapterVersion
@@ -83,14 +85,32 @@ class LoadAdapter:
     """Register an adapter under a name on every replica.
 
     ``source`` is an absolute path or a URI that a resolver understands; None lets the resolvers
-    find the name. ``load_inplace`` allows replacing what the name means now. ``requested_by`` and
+    find the name. ``upload`` names received files instead, whose digest is ``digest``.
+    ``load_inplace`` allows replacing what the name means now. ``requested_by`` and
     ``requested_from`` go to the journal for audits. Whoever repeats a call whose answer was lost
     gives it the same ``op_id``; empty means a new one.
     """
 
     name: str
     source: str | None = None
+    upload: str = ""
+    digest: str = ""
     load_inplace: bool = False
+    pin: bool = False
+    requested_by: str = ""
+    requested_from: str = ""
+    op_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushAdapter:
+    """Register files that were received in a directory of ``Backend.receive_adapter``.
+
+    Whatever the name means now is replaced.
+    """
+
+    name: str
+    directory: Path
     pin: bool = False
     requested_by: str = ""
     requested_from: str = ""
@@ -216,6 +236,12 @@ class Backend(Protocol):
 
     async def load_adapter(self, load: LoadAdapter) -> AdapterVersion:
         """Register or replace an adapter on every live replica; returns once all of them agree."""
+
+    def receive_adapter(self) -> AbstractContextManager[Path]:
+        """A directory to receive an adapter's files in; emptied at the end."""
+
+    async def push_adapter(self, push: PushAdapter) -> AdapterVersion:
+        """Take over received files and register them on every live replica."""
 
     async def unload_adapter(self, unload: UnloadAdapter) -> AdapterVersion:
         """Forget an adapter on every live replica; returns the version that was in service."""

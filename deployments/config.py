@@ -15,6 +15,7 @@ from deployments.controller_settings import ControllerSettings
 from deployments.openai.settings import (
     DEFAULT_MAX_BODY_BYTES,
     DEFAULT_MAX_CHOICES,
+    DEFAULT_MAX_PUSH_BYTES,
     HttpSettings,
 )
 from engine.config import CacheConfig, Device, DType, EngineConfig, LoRAConfig, SchedulerConfig
@@ -144,9 +145,13 @@ class ClusterSettings(_Settings):
 
     That a name was not found, or could not be looked up, is believed for ``not_found_ttl_s``; names
     that nobody loaded are looked up ``max_lookups_per_s`` times a second at most.
+
+    ``push_dir`` (by default in ``state_dir``) keeps pushed adapters. With replicas or ingresses on
+    several nodes it must be the same shared directory on all of them.
     """
 
     state_dir: str | None = None
+    push_dir: str | None = None
     lease_s: float = 10.0
     poll_s: float = 2.0
     prepare_timeout_s: float = 120.0
@@ -157,8 +162,16 @@ class ClusterSettings(_Settings):
 
     def journal_path(self, model_id: str) -> Path:
         """The journal's file: one for each base model."""
-        state_dir = home() / "state" if self.state_dir is None else absolute(self.state_dir)
-        return state_dir / (model_id.replace("/", "--") + ".sqlite3")
+        return self._state_path / (model_id.replace("/", "--") + ".sqlite3")
+
+    @property
+    def push_path(self) -> Path:
+        """Where pushed adapters are kept."""
+        return self._state_path / "pushed" if self.push_dir is None else absolute(self.push_dir)
+
+    @property
+    def _state_path(self) -> Path:
+        return home() / "state" if self.state_dir is None else absolute(self.state_dir)
 
 
 class HttpOptions(_Settings):
@@ -167,6 +180,7 @@ class HttpOptions(_Settings):
     api_key: SecretStr | None = None
     admin_api_key: SecretStr | None = None
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    max_push_bytes: int = DEFAULT_MAX_PUSH_BYTES
     max_choices: int = DEFAULT_MAX_CHOICES
     trust_request_chat_template: bool = False
     num_replicas: int = Field(default=1, ge=1)
@@ -178,6 +192,7 @@ class HttpOptions(_Settings):
             api_key=_secret(self.api_key),
             admin_api_key=_secret(self.admin_api_key),
             max_body_bytes=self.max_body_bytes,
+            max_push_bytes=self.max_push_bytes,
             max_choices=self.max_choices,
             trust_request_chat_template=self.trust_request_chat_template,
         )

@@ -46,6 +46,7 @@ from deployments.errors import (
     RuntimeUpdatingDisabledError,
 )
 from deployments.operations import Operation, OperationQuery, OperationStatus
+from deployments.push_store import PushStore
 from deployments.sources import AdapterSources
 from deployments.state_store import StateStore
 from deployments.two_phase import TwoPhase
@@ -67,6 +68,7 @@ class AdapterController:
         store: StateStore,
         sources: AdapterSources,
         *,
+        pushes: PushStore,
         liveness: Liveness,
         clock: Clock,
     ) -> None:
@@ -78,7 +80,9 @@ class AdapterController:
             store, stored, liveness=liveness, clock=clock, lease_s=settings.lease_s
         )
         self._desired = self._agreement.desired
-        self._operations = AdapterOperations(settings, sources, store, self._agreement, clock)
+        self._operations = AdapterOperations(
+            settings, sources, pushes, store, self._agreement, clock
+        )
         self._aliases = AliasOperations(
             settings, store, self._agreement, self._operations.runner, self._operations.names
         )

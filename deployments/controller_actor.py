@@ -46,6 +46,7 @@ from deployments.controller import AdapterController
 from deployments.controller_settings import ControllerSettings
 from deployments.errors import ReplicaUnavailableError
 from deployments.operations import OperationQuery, OperationStatus
+from deployments.push_store import PushStore
 from deployments.source_setup import build_sources
 from deployments.state_store import SqliteStateStore
 
@@ -185,6 +186,7 @@ class ControllerActor:
             self._deployed.controller_settings(),
             self._store,
             build_sources(self._deployed.config),
+            pushes=PushStore(config.cluster.push_path),
             liveness=RayLiveness(),
             clock=SystemClock(),
         )

@@ -78,6 +78,11 @@ class DesiredState:
         pairs = (split_adapter(target.adapter) for target in targets)
         return {generation for aliased, generation in pairs if aliased == name}
 
+    def digests(self) -> set[str]:
+        """Of all versions in service or kept."""
+        kept = (version for versions in self.kept.values() for version in versions)
+        return {version.digest for version in (*self.adapters.values(), *kept)}
+
     def snapshot(self) -> TableUpdate:
         """The whole table."""
         return TableUpdate(

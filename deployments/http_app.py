@@ -17,6 +17,7 @@ from deployments.openai.management import management_router
 from deployments.openai.metrics import HttpMetrics, metrics_router
 from deployments.openai.models import models_router
 from deployments.openai.operations import operations_router
+from deployments.openai.push import push_router
 from deployments.openai.request_scope import RequestScope
 from deployments.openai.settings import HttpSettings
 from deployments.openai.tokenization import tokenization_router
@@ -52,6 +53,7 @@ def create_http_app(
         app.include_router(router, dependencies=[Depends(user_guard(settings))])
     app.include_router(admin_router(api))
     app.include_router(management_router(api))
+    app.include_router(push_router(api))
     return app
 
 

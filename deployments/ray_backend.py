@@ -3,8 +3,9 @@
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from contextvars import Context
+from pathlib import Path
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -21,6 +22,7 @@ from deployments.backend import (
     DeleteAlias,
     LoadAdapter,
     PinAdapter,
+    PushAdapter,
     ReplicaStatus,
     RollBackAdapter,
     SetAlias,
@@ -40,6 +42,7 @@ from deployments.generation import (
     TokenizeResult,
 )
 from deployments.operations import OperationQuery, OperationStatus
+from deployments.push_store import PushStore
 
 # A request that no replica has admitted may go to another one. Waits before each further try: a
 # replica that died is known to Serve within about a second.
@@ -53,6 +56,7 @@ class RayBackend:
     def __init__(self, replicas: DeploymentHandle, deployed: Deployed) -> None:
         self._replicas = replicas
         self._controller = ControllerClient(deployed)
+        self._pushes = PushStore(deployed.config.cluster.push_path)
         self._allow_runtime_updating = deployed.config.adapters.allow_runtime_updating
 
     @property
@@ -99,6 +103,24 @@ class RayBackend:
         """Register or replace an adapter on every live replica."""
         self._check_may_update()
         return await self._controller.load(load, load.op_id or uuid.uuid4().hex)
+
+    def receive_adapter(self) -> AbstractContextManager[Path]:
+        """A directory to receive an adapter's files in."""
+        return self._pushes.receive()
+
+    async def push_adapter(self, push: PushAdapter) -> AdapterVersion:
+        """Take over received files and register them on every live replica."""
+        self._check_may_update()
+        load = LoadAdapter(
+            name=push.name,
+            upload=push.directory.name,
+            digest=await asyncio.to_thread(self._pushes.digest, push.directory),
+            load_inplace=True,
+            pin=push.pin,
+            requested_by=push.requested_by,
+            requested_from=push.requested_from,
+        )
+        return await self._controller.load(load, push.op_id or uuid.uuid4().hex)
 
     async def unload_adapter(self, unload: UnloadAdapter) -> AdapterVersion:
         """Forget an adapter on every live replica."""

@@ -68,21 +68,27 @@ def _check_content_type(request: Request) -> None:
 
 
 async def _read_bytes(request: Request, max_bytes: int) -> bytes:
-    announced = request.headers.get("content-length", "")
-    if announced.isascii() and announced.isdigit() and int(announced[:20]) > max_bytes:
-        raise _too_large(max_bytes)
+    check_announced_size(request, max_bytes)
     chunks = bytearray()
     try:
         async for chunk in request.stream():
             chunks += chunk
             if len(chunks) > max_bytes:
-                raise _too_large(max_bytes)
+                raise too_large(max_bytes)
     except ClientDisconnect:
         raise ApiError("The client went away before the body was complete.") from None
     return bytes(chunks)
 
 
-def _too_large(max_bytes: int) -> ApiError:
+def check_announced_size(request: Request, max_bytes: int) -> None:
+    """Raise if the body is said to be larger than this."""
+    announced = request.headers.get("content-length", "")
+    if announced.isascii() and announced.isdigit() and int(announced[:20]) > max_bytes:
+        raise too_large(max_bytes)
+
+
+def too_large(max_bytes: int) -> ApiError:
+    """The refusal of a body of more than so many bytes."""
     # The rest of the body is not read, so the connection cannot carry another request.
     return ApiError(
         f"The body is larger than {max_bytes} bytes.",

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 DEFAULT_MAX_BODY_BYTES = 16 << 20
+DEFAULT_MAX_PUSH_BYTES = 2 << 30
 DEFAULT_MAX_CHOICES = 1024
 
 
@@ -14,12 +15,14 @@ class HttpSettings:
     ``api_key`` guards the user routes and ``admin_api_key`` load and unload; None leaves them open.
     Without an admin key the user key guards the admin routes as well.
     ``trust_request_chat_template`` lets a request bring its own Jinja template, which can burn a
-    replica's CPU at will. ``max_choices`` bounds prompts times n of one request.
+    replica's CPU at will. ``max_choices`` bounds prompts times n of one request, ``max_push_bytes``
+    an adapter in a request's body.
     """
 
     api_key: str | None = None
     admin_api_key: str | None = None
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    max_push_bytes: int = DEFAULT_MAX_PUSH_BYTES
     max_choices: int = DEFAULT_MAX_CHOICES
     trust_request_chat_template: bool = False
 
@@ -27,7 +30,7 @@ class HttpSettings:
         for name in ("api_key", "admin_api_key"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name} must not be empty; leave it out to need no key")
-        for name in ("max_body_bytes", "max_choices"):
+        for name in ("max_body_bytes", "max_push_bytes", "max_choices"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 

@@ -23,6 +23,7 @@ from deployments.cluster_protocol import (
 )
 from deployments.controller import AdapterController
 from deployments.controller_settings import ControllerSettings
+from deployments.push_store import PushStore
 from deployments.replica_link import ReplicaLink
 from deployments.sources import AdapterSources
 from deployments.state_store import SqliteStateStore
@@ -157,6 +158,7 @@ class Cluster:
         self.resolvers: list[Resolver] = []
         self.replicas: dict[str, Replica] = {}
         self.death = asyncio.Event()
+        self.pushes = PushStore(root / "pushed")
         self.settings = ControllerSettings(base_model=BASE, allow_runtime_updating=True)
         self._up = asyncio.Event()
         self.start_controller()
@@ -185,7 +187,12 @@ class Cluster:
         self.store = FragileStore(self.root / "journal.sqlite3")
         self.store.on_death = self.kill_controller
         self.controller = AdapterController(
-            self.settings, self.store, self.sources(), liveness=self.liveness, clock=self.clock
+            self.settings,
+            self.store,
+            self.sources(),
+            pushes=self.pushes,
+            liveness=self.liveness,
+            clock=self.clock,
         )
         self._up.set()
 

@@ -1,8 +1,11 @@
 """A backend without a cluster: every byte is a token, and it says what it was told to say."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from adapters import AdapterVersion
 from deployments.aliases import AdapterAlias
@@ -15,6 +18,7 @@ from deployments.backend import (
     DeleteAlias,
     LoadAdapter,
     PinAdapter,
+    PushAdapter,
     ReplicaResidency,
     ReplicaStatus,
     RollBackAdapter,
@@ -69,6 +73,8 @@ class FakeBackend:
     adapters: dict[str, AdapterVersion] = field(default_factory=dict)
     kept: dict[str, list[AdapterVersion]] = field(default_factory=dict)
     aliases: dict[str, AdapterAlias] = field(default_factory=dict)
+    receiving: list[Path] = field(default_factory=list)
+    pushes: list[tuple[PushAdapter, dict[str, bytes]]] = field(default_factory=list)
     rollbacks: list[RollBackAdapter] = field(default_factory=list)
     operations: dict[str, OperationStatus] = field(default_factory=dict)
     operation_queries: list[OperationQuery] = field(default_factory=list)
@@ -234,6 +240,17 @@ class FakeBackend:
         generation = max((each.generation for each in self.adapters.values()), default=0) + 1
         self.register(load.name, generation)
         return self.adapters[load.name]
+
+    @contextmanager
+    def receive_adapter(self) -> Iterator[Path]:
+        with TemporaryDirectory() as directory:
+            self.receiving.append(Path(directory))
+            yield Path(directory)
+
+    async def push_adapter(self, push: PushAdapter) -> AdapterVersion:
+        self.pushes.append((push, {p.name: p.read_bytes() for p in push.directory.iterdir()}))
+        self.register(push.name, len(self.pushes))
+        return self.adapters[push.name]
 
     async def unload_adapter(self, unload: UnloadAdapter) -> AdapterVersion:
         self.unloads.append(unload)

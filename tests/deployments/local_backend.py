@@ -1,6 +1,8 @@
 """A backend with one real engine in this process and no adapters."""
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 
 from adapters import AdapterVersion
 from deployments.aliases import AdapterAlias
@@ -12,6 +14,7 @@ from deployments.backend import (
     DeleteAlias,
     LoadAdapter,
     PinAdapter,
+    PushAdapter,
     ReplicaStatus,
     RollBackAdapter,
     SetAlias,
@@ -64,6 +67,12 @@ class LocalBackend:
         raise AdapterNotFoundError(name)
 
     async def load_adapter(self, load: LoadAdapter) -> AdapterVersion:
+        raise RuntimeUpdatingDisabledError
+
+    def receive_adapter(self) -> AbstractContextManager[Path]:
+        raise RuntimeUpdatingDisabledError
+
+    async def push_adapter(self, push: PushAdapter) -> AdapterVersion:
         raise RuntimeUpdatingDisabledError
 
     async def unload_adapter(self, unload: UnloadAdapter) -> AdapterVersion:

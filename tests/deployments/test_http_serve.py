@@ -142,13 +142,48 @@ def test_a_replaced_adapter_is_seen_by_the_next_request(
     for _ in range(8):
         response = client.post(COMPLETIONS, json={**asked, "prompt": ["x", "y"]})
         assert int(response.headers["x-lorafleet-adapter-generation"]) > generation
-    pinned = client.post(COMPLETIONS, json={**asked, "model": f"team/sql@{generation}"})
-    assert_error(pinned, 404, "model")
+    kept = client.post(COMPLETIONS, json={**asked, "model": f"team/sql@{generation}"})
+    assert kept.headers["x-lorafleet-adapter-generation"] == str(generation)
+    unknown = client.post(COMPLETIONS, json={**asked, "model": "team/sql@999999"})
+    assert_error(unknown, 404, "model")
     (row,) = client.get("/v1/adapters").json()["data"]
     assert row["name"] == "team/sql"
     assert len(row["replicas"]) == 2
     unload = client.post("/v1/unload_lora_adapter", json={"lora_name": "team/sql"})
     assert unload.text == "Success: LoRA adapter 'team/sql' removed successfully."
+
+
+def served_generation(client: httpx.Client, model: str) -> int:
+    response = client.post(COMPLETIONS, json={"model": model, "prompt": ["x", "y"]})
+    assert response.status_code == 200, response.text
+    return int(response.headers["x-lorafleet-adapter-generation"])
+
+
+def test_pushed_aliased_rolled_back_and_asked_about(client: httpx.Client) -> None:
+    generations = []
+    for content in (b"one", b"two"):
+        files = {"config": b"{}", "weights": content * 1_000_000}
+        pushed = client.put(
+            "/v1/adapters/policy", files=files, headers={"idempotency-key": content.decode()}
+        )
+        assert pushed.status_code == 200, pushed.text
+        generations.append(pushed.json()["generation"])
+        assert served_generation(client, "policy") == generations[-1]
+    first, second = generations
+    assert served_generation(client, f"policy@{first}") == first
+    alias = client.put("/v1/adapters/aliases/prod", json={"target": f"policy@{first}"})
+    assert alias.status_code == 200, alias.text
+    assert served_generation(client, "prod") == first
+    assert_error(client.delete("/v1/adapters/policy"), 409, "lora_name")
+    back = client.post("/v1/adapters/policy/rollback").json()
+    assert back["generation"] > second
+    assert served_generation(client, "policy") == back["generation"]
+    operation = client.get("/v1/adapters/operations/two").json()
+    assert (operation["phase"], operation["generation"]) == ("done", second)
+    kinds = [each["kind"] for each in client.get("/v1/adapters/operations").json()["data"][:4]]
+    assert kinds == ["rollback", "unload", "set_alias", "load"]
+    assert client.delete("/v1/adapters/aliases/prod").status_code == 200
+    assert client.delete("/v1/adapters/policy").status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
