@@ -87,11 +87,13 @@ class PrepareCommand:
 class PrepareReport:
     """How a prepare ended. ``rejection`` None means that the adapter is ready to serve.
 
-    ``retryable`` says that the same bytes may be accepted later (no room, source down).
+    ``retryable`` says that the same bytes may be accepted later (source down), ``no_room`` that
+    they will be once others made room.
     """
 
     rejection: str | None = None
     retryable: bool = False
+    no_room: bool = False
     rank: int = 0
     size_bytes: int = 0
 

@@ -37,6 +37,7 @@ ERROR_TABLE: dict[type[Exception], ErrorStatus] = {
     errors.AdapterNotFoundError: ErrorStatus(404, "NotFoundError", "model"),
     errors.AdapterAlreadyLoadedError: ErrorStatus(400, "InvalidUserInput", "lora_name"),
     errors.AdapterRejectedError: ErrorStatus(400, "InvalidUserInput", "lora_path"),
+    errors.AdapterCapacityError: ErrorStatus(507, "InsufficientStorageError"),
     errors.AdapterSourceError: ErrorStatus(404, "NotFoundError", "lora_path"),
     errors.InvalidAdapterSourceError: ErrorStatus(400, "InvalidUserInput", "lora_path"),
     errors.NameConflictError: ErrorStatus(400, "InvalidUserInput", "lora_name"),

@@ -6,6 +6,7 @@
     │   └── AliasNotFoundError          no alias of that name
     ├── AdapterAlreadyLoadedError       the name is taken and the caller did not ask to replace
     ├── AdapterRejectedError            a replica refused it; carries each replica's reason
+    ├── AdapterCapacityError            no replica refused its bytes, but one has no room for it
     ├── AdapterSourceError              the path or URI holds no adapter
     │   └── InvalidAdapterSourceError   it holds something that cannot be one
     ├── AdapterInUseError               an alias stands for it
@@ -115,6 +116,18 @@ class AdapterRejectedError(ClusterError):
 
     def __init__(self, name: str, reasons: Mapping[str, str]) -> None:
         super().__init__(f"adapter {name!r} was rejected: {_list_reasons(reasons)}")
+        self.name = name
+        self.reasons = dict(reasons)
+
+
+class AdapterCapacityError(ClusterError):
+    """At least one replica has no room, because of what is pinned or in use there."""
+
+    def __init__(self, name: str, reasons: Mapping[str, str]) -> None:
+        super().__init__(
+            f"there is no room for adapter {name!r}: {_list_reasons(reasons)}. Unpin or unload "
+            f"another adapter, or raise max_loras or max_cpu_loras."
+        )
         self.name = name
         self.reasons = dict(reasons)
 

@@ -258,7 +258,9 @@ class ReplicaLink:
             loaded = await self.adapters.ensure(command.name, command.digest, command.source_uri)
             if command.pinned:
                 await self.adapters.pin(command.digest)
-        except (CapacityError, ResolverUnavailableError) as error:
+        except CapacityError as error:
+            return PrepareReport(rejection=str(error), no_room=True)
+        except ResolverUnavailableError as error:
             return PrepareReport(rejection=str(error), retryable=True)
         except (EngineError, ClusterError) as error:
             return PrepareReport(rejection=str(error))

@@ -25,6 +25,7 @@ from deployments.cluster_protocol import (
 )
 from deployments.desired_state import DesiredState
 from deployments.errors import (
+    AdapterCapacityError,
     AdapterRejectedError,
     JournalUnavailableError,
     OperationTimeoutError,
@@ -340,10 +341,12 @@ def _attempt(operation: Operation) -> str:
 
 def _rejected(
     name: str, rejections: dict[MemberId, PrepareReport]
-) -> AdapterRejectedError | ReplicaUnavailableError:
+) -> AdapterRejectedError | AdapterCapacityError | ReplicaUnavailableError:
     reasons = {member.replica_id: report.rejection or "" for member, report in rejections.items()}
     error = AdapterRejectedError(name, reasons)
-    if all(report.retryable for report in rejections.values()):
+    if all(report.no_room for report in rejections.values()):
+        return AdapterCapacityError(name, reasons)
+    if all(report.retryable or report.no_room for report in rejections.values()):
         unavailable = ReplicaUnavailableError(error.message)
         unavailable.reasons = error.reasons
         return unavailable

@@ -6,7 +6,12 @@ from dataclasses import dataclass, field
 
 from adapters import LoRARequest
 from deployments.config import DeploymentConfig
-from engine.errors import AdapterNotLoadedError, QueueFullError, UnsupportedAdapterError
+from engine.errors import (
+    AdapterNotLoadedError,
+    CapacityError,
+    QueueFullError,
+    UnsupportedAdapterError,
+)
 from engine.outputs import FinishReason, RequestOutput
 from engine.sampling_params import SamplingParams
 
@@ -55,6 +60,7 @@ class FakeEngine:
 
     token_delay_s: float = 0.0
     max_running: int = 1000
+    max_pinned: int = 1000
     slow_name: str = ""
     refusals: dict[str, Exception] = field(default_factory=dict)
     loaded: dict[str, LoRARequest] = field(default_factory=dict)
@@ -92,6 +98,8 @@ class FakeEngine:
     async def pin_lora(self, digest: str) -> None:
         if digest not in self.loaded:
             raise AdapterNotLoadedError(digest)
+        if len(self.pinned) >= self.max_pinned:
+            raise CapacityError(f"{len(self.pinned)} is pinned")
         self.pinned.add(digest)
 
     async def unpin_lora(self, digest: str) -> None:

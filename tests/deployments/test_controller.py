@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from adapters import InvalidAdapterNameError
-from deployments.backend import AdapterState, LoadAdapter
+from deployments.backend import AdapterState, LoadAdapter, PinAdapter
 from deployments.controller_settings import ControllerSettings
 from deployments.errors import (
     AdapterAlreadyLoadedError,
+    AdapterCapacityError,
     AdapterNotFoundError,
     AdapterRejectedError,
     AdapterSourceError,
@@ -22,7 +23,7 @@ from deployments.errors import (
     ReplicaUnavailableError,
     RuntimeUpdatingDisabledError,
 )
-from engine.errors import CapacityError, UnsupportedAdapterError
+from engine.errors import UnsupportedAdapterError
 from tests.deployments.cluster import BASE, Cluster, running_cluster
 from tests.deployments.fake_clock import settle
 
@@ -157,10 +158,24 @@ async def test_generation_of_a_refused_load_is_not_used_again(cluster: Cluster) 
     assert (await cluster.clock.finish(cluster.load("sql", path))).generation == 2
 
 
-async def test_lack_of_room_is_retryable(cluster: Cluster) -> None:
-    cluster.replicas["r1"].engine.refusals["sql"] = CapacityError("all pinned")
-    with pytest.raises(ReplicaUnavailableError, match="all pinned"):
-        await cluster.clock.finish(cluster.load("sql", cluster.write_adapter("sql")))
+async def test_lack_of_room_is_told_and_evicts_nothing(cluster: Cluster) -> None:
+    pinned = await cluster.clock.finish(
+        cluster.load("a", cluster.write_adapter("a", "a"), pin=True)
+    )
+    for replica in cluster.replicas.values():
+        replica.engine.max_pinned = 1
+    second = cluster.write_adapter("b", "b")
+    with pytest.raises(AdapterCapacityError, match=r"1 is pinned \(r1, r2, r3\)") as caught:
+        await cluster.clock.finish(cluster.load("b", second, pin=True))
+    assert caught.value.reasons.keys() == cluster.replicas.keys()
+    for replica in cluster.replicas.values():
+        assert replica.engine.pinned == {pinned.digest}
+        assert await replica.digest_for("a") == pinned.digest
+    await cluster.clock.finish(cluster.load("b", second))
+    pin = PinAdapter(name="b", pinned=True)
+    with pytest.raises(AdapterCapacityError):
+        await cluster.clock.finish(cluster.controller.pin(pin, "pin"))
+    assert not (await cluster.controller.get_adapter("b")).version.pinned
 
 
 async def test_prepare_that_never_ends_is_taken_back(cluster: Cluster) -> None:
