@@ -16,6 +16,7 @@ from rich.table import Table
 
 from adapters import LoRARequest, adapter_digest, find_adapter_files
 from deployments.config import find_model
+from deployments.state_cli import state_app
 from engine.adapter_check import check_adapter
 from engine.config import LoRAConfig
 from engine.errors import AdapterError, UnsupportedModelError
@@ -27,6 +28,7 @@ REFUSED = 1
 UNDECIDED = 2
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(state_app, name="state")
 
 
 @app.callback()

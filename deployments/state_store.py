@@ -182,16 +182,9 @@ class SqliteStateStore:
         """Change what the name means and the operation's phase to COMMITTING, in one step."""
         with self._transaction():
             operation = self._committed(op_id, now, version)
-            self._db.execute(
-                "INSERT OR REPLACE INTO adapters (name, version, table_version, kept) "
-                "VALUES (?, ?, ?, ?)",
-                (
-                    operation.name,
-                    None if forget else version_text(version),
-                    operation.table_version,
-                    versions_text(kept),
-                ),
-            )
+            assert operation.table_version is not None
+            in_service = None if forget else version
+            self._put_adapter(operation.name, in_service, kept, operation.table_version)
         return operation
 
     def commit_alias(self, op_id: str, alias: AdapterAlias | None, *, now: float) -> Operation:
@@ -200,8 +193,25 @@ class SqliteStateStore:
             operation = self._committed(op_id, now, None)
             self._db.execute("DELETE FROM aliases WHERE name = ?", (operation.name,))
             if alias is not None:
-                self._db.execute("INSERT INTO aliases VALUES (?, ?)", (alias.name, alias.to_json()))
+                self._put_alias(alias)
         return operation
+
+    def _put_adapter(
+        self,
+        name: str,
+        version: AdapterVersion | None,
+        kept: Sequence[AdapterVersion],
+        table_version: int,
+    ) -> None:
+        text = None if version is None else version_text(version)
+        self._db.execute(
+            "INSERT OR REPLACE INTO adapters (name, version, table_version, kept) "
+            "VALUES (?, ?, ?, ?)",
+            (name, text, table_version, versions_text(kept)),
+        )
+
+    def _put_alias(self, alias: AdapterAlias) -> None:
+        self._db.execute("INSERT INTO aliases VALUES (?, ?)", (alias.name, alias.to_json()))
 
     def _committed(self, op_id: str, now: float, version: AdapterVersion | None) -> Operation:
         operation = replace(
@@ -277,6 +287,28 @@ class SqliteStateStore:
                 "DELETE FROM members WHERE replica_id = ? AND incarnation = ?",
                 (member.replica_id, member.incarnation),
             )
+
+    def last_generation(self) -> int:
+        """The last generation that was allocated."""
+        return int(self._meta("generation"))
+
+    def restore(self, state: StoredState, *, generation: int) -> None:
+        """Replace all names by others, as another journal: replicas take everything anew."""
+        with self._transaction():
+            for table in ("adapters", "aliases", "members"):
+                self._db.execute(f"DELETE FROM {table}")
+            for key, value in (
+                ("journal_id", uuid.uuid4().hex),
+                ("generation", str(generation)),
+                ("table_version", str(state.table_version)),
+            ):
+                self._db.execute("UPDATE meta SET value = ? WHERE key = ?", (value, key))
+            for name in (*state.adapters, *state.unloaded):
+                self._put_adapter(
+                    name, state.adapters.get(name), state.kept.get(name, ()), state.table_version
+                )
+            for alias in state.aliases.values():
+                self._put_alias(alias)
 
     def read_setting(self, key: str) -> str | None:
         """Return what was last written under this key."""
