@@ -55,7 +55,7 @@ from deployments.two_phase import TwoPhase
 _ROUTES = frozenset({"aliases", "operations"})
 
 
-class AdapterController:
+class Controller:
     """Adapter names, their versions, and the operations that change them.
 
     To be built inside a running event loop: operations that a former controller left in doubt

@@ -1,4 +1,4 @@
-"""The controller as a Ray actor, and how everybody reaches it.
+"""The controller as a Ray actor, and how a deployment reaches it.
 
 The actor is named and detached: it outlives the application, and Ray restarts it when it dies. It
 runs on the head node, where its journal is.
@@ -9,18 +9,15 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from contextvars import Context
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, RayActorError
 
 from adapters import AdapterVersion
 from deployments.aliases import AdapterAlias
 from deployments.backend import (
-    ALL_ADAPTERS,
     AdapterQuery,
     AdapterStatus,
     DeleteAlias,
@@ -42,9 +39,9 @@ from deployments.cluster_protocol import (
     WatchAnswer,
 )
 from deployments.config import DeploymentConfig
-from deployments.controller import AdapterController
+from deployments.controller import Controller
+from deployments.controller_client import ControllerClient
 from deployments.controller_settings import ControllerSettings
-from deployments.errors import ReplicaUnavailableError
 from deployments.operations import OperationQuery, OperationStatus
 from deployments.push_store import PushStore
 from deployments.source_setup import build_sources
@@ -90,7 +87,7 @@ class Deployed:
 
 
 class ControllerActor:
-    """Hosts one ``AdapterController``; opens its journal when first called.
+    """Hosts one ``Controller``; opens its journal when first called.
 
     (An error while an actor is made would end it for good; here it fails the call, and the next
     call tries again.)
@@ -99,7 +96,7 @@ class ControllerActor:
     def __init__(self, deployed: Deployed) -> None:
         self._deployed = deployed
         self._store: SqliteStateStore | None = None
-        self._opened: AdapterController | None = None
+        self._opened: Controller | None = None
 
     async def configure(self, deployed: Deployed) -> None:
         """Take over the settings of a newer deployment."""
@@ -167,12 +164,12 @@ class ControllerActor:
         return await self._controller.list_replicas()
 
     @property
-    def _controller(self) -> AdapterController:
+    def _controller(self) -> Controller:
         if self._opened is None:
             self._opened = self._open()
         return self._opened
 
-    def _open(self) -> AdapterController:
+    def _open(self) -> Controller:
         config = self._deployed.config
         if self._store is None:
             self._store = SqliteStateStore(config.cluster.journal_path(config.public_model_id))
@@ -182,7 +179,7 @@ class ControllerActor:
             latest = Deployed.from_json(stored)
             if latest.deployed_at > self._deployed.deployed_at:
                 self._deployed = latest
-        return AdapterController(
+        return Controller(
             self._deployed.controller_settings(),
             self._store,
             build_sources(self._deployed.config),
@@ -214,106 +211,17 @@ class RayLiveness:
         return False
 
 
-class ControllerClient:
-    """A connection to the controller that outlives it. Errors come as the controller raised them.
+def connect_controller(deployed: Deployed) -> ControllerClient:
+    """A client that starts the controller if need be, and brings it the newest settings."""
 
-    Ray repeats calls that a restart interrupted; the controller recognises repeated operations.
-    """
+    async def connect() -> ActorHandle:
+        actor = await asyncio.to_thread(find_or_create_controller, deployed)
+        await actor.configure.remote(deployed)
+        return actor
 
-    def __init__(self, deployed: Deployed) -> None:
-        self._deployed = deployed
-        self._actor: ActorHandle | None = None
-
-    async def register(self, request: Register) -> RegisterAnswer:
-        answer: RegisterAnswer = await self._call("register", request)
-        return answer
-
-    async def watch(self, request: Watch) -> WatchAnswer:
-        cluster = self._deployed.config.cluster
-        # An answer after this time could not extend the lease any more.
-        answer: WatchAnswer = await asyncio.wait_for(
-            self._call("watch", request), cluster.poll_s + cluster.lease_s
-        )
-        return answer
-
-    async def report(self, member: MemberId, op_id: str, report: PrepareReport) -> None:
-        await self._call("report", member, op_id, report)
-
-    async def resolve(self, name: str, member: MemberId) -> Resolved:
-        answer: Resolved = await self._call("resolve", name, member)
-        return answer
-
-    async def leave(self, member: MemberId) -> None:
-        await self._call("leave", member)
-
-    async def load(self, load: LoadAdapter, op_id: str) -> AdapterVersion:
-        version: AdapterVersion = await self._call("load", load, op_id)
-        return version
-
-    async def unload(self, unload: UnloadAdapter, op_id: str) -> AdapterVersion:
-        version: AdapterVersion = await self._call("unload", unload, op_id)
-        return version
-
-    async def pin(self, pin: PinAdapter, op_id: str) -> AdapterVersion:
-        version: AdapterVersion = await self._call("pin", pin, op_id)
-        return version
-
-    async def roll_back(self, rollback: RollBackAdapter, op_id: str) -> AdapterVersion:
-        version: AdapterVersion = await self._call("roll_back", rollback, op_id)
-        return version
-
-    async def set_alias(self, asked: SetAlias, op_id: str) -> AdapterAlias:
-        alias: AdapterAlias = await self._call("set_alias", asked, op_id)
-        return alias
-
-    async def delete_alias(self, asked: DeleteAlias, op_id: str) -> AdapterAlias:
-        alias: AdapterAlias = await self._call("delete_alias", asked, op_id)
-        return alias
-
-    async def list_aliases(self) -> list[AdapterAlias]:
-        aliases: list[AdapterAlias] = await self._call("list_aliases")
-        return aliases
-
-    async def list_adapters(self, query: AdapterQuery = ALL_ADAPTERS) -> list[AdapterStatus]:
-        adapters: list[AdapterStatus] = await self._call("list_adapters", query)
-        return adapters
-
-    async def get_adapter(self, name: str) -> AdapterStatus:
-        status: AdapterStatus = await self._call("get_adapter", name)
-        return status
-
-    async def list_operations(self, query: OperationQuery) -> list[OperationStatus]:
-        operations: list[OperationStatus] = await self._call("list_operations", query)
-        return operations
-
-    async def get_operation(self, op_id: str) -> OperationStatus:
-        status: OperationStatus = await self._call("get_operation", op_id)
-        return status
-
-    async def list_replicas(self) -> list[ReplicaStatus]:
-        replicas: list[ReplicaStatus] = await self._call("list_replicas")
-        return replicas
-
-    async def _call(self, method: str, *args: Any) -> Any:
-        actor = await self._connect()
-        try:
-            # In a context of its own: Ray cancels with a call whatever was called in its context,
-            # but what the controller does for one request, others may wait for as well.
-            return await Context().run(getattr(actor, method).remote, *args)
-        except RayTaskError as error:
-            raise (error.cause or error) from error
-        except ActorUnavailableError as error:
-            raise ReplicaUnavailableError("the controller cannot be reached, try again") from error
-        except RayActorError as error:
-            self._actor = None  # It is gone for good: the next call makes another.
-            raise ReplicaUnavailableError("the controller has ended, try again") from error
-
-    async def _connect(self) -> ActorHandle:
-        if self._actor is None:
-            actor = await asyncio.to_thread(find_or_create_controller, self._deployed)
-            await actor.configure.remote(self._deployed)
-            self._actor = actor
-        return self._actor
+    cluster = deployed.config.cluster
+    # A watch answered after this time could not extend the lease any more.
+    return ControllerClient(connect, watch_timeout_s=cluster.poll_s + cluster.lease_s)
 
 
 def controller_name(model_id: str) -> str:

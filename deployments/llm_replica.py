@@ -14,7 +14,7 @@ from deployments.backend import BaseModelInfo
 from deployments.clock import SystemClock
 from deployments.cluster_protocol import MemberId, Register
 from deployments.config import DeploymentConfig, find_model, find_prepared
-from deployments.controller_actor import ControllerClient, Deployed
+from deployments.controller_actor import Deployed, connect_controller
 from deployments.engine_port import GeneratingEngine
 from deployments.errors import ClusterError
 from deployments.generation import (
@@ -66,7 +66,7 @@ class LLMReplica:
                 node=runtime.get_node_id(),
                 actor_name=runtime.get_actor_name(),
             ),
-            ControllerClient(Deployed(config=config)),
+            connect_controller(Deployed(config=config)),
             self._engine,
             build_sources(config),
             clock=SystemClock(),

@@ -28,7 +28,7 @@ from deployments.backend import (
     SetAlias,
     UnloadAdapter,
 )
-from deployments.controller_actor import ControllerClient, Deployed
+from deployments.controller_actor import Deployed, connect_controller
 from deployments.errors import (
     ClusterError,
     OverloadedError,
@@ -55,7 +55,7 @@ class RayBackend:
 
     def __init__(self, replicas: DeploymentHandle, deployed: Deployed) -> None:
         self._replicas = replicas
-        self._controller = ControllerClient(deployed)
+        self._controller = connect_controller(deployed)
         self._pushes = PushStore(deployed.config.cluster.push_path)
         self._allow_runtime_updating = deployed.config.adapters.allow_runtime_updating
 

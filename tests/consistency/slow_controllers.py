@@ -7,7 +7,7 @@ from unittest.mock import patch
 import ray
 
 from deployments.cluster_protocol import Watch, WatchAnswer
-from deployments.controller import AdapterController
+from deployments.controller import Controller
 from deployments.controller_actor import ControllerActor, Deployed, find_or_create_controller
 from deployments.operations import Operation
 from deployments.two_phase import TwoPhase
@@ -37,7 +37,7 @@ class _HastyAgreement(TwoPhase):
 class HastyController(SlowController):
     """The mutation that the checker must find."""
 
-    def _open(self) -> AdapterController:
+    def _open(self) -> Controller:
         controller = super()._open()
         controller._agreement.__class__ = _HastyAgreement
         return controller

@@ -21,7 +21,7 @@ from deployments.cluster_protocol import (
     Watch,
     WatchAnswer,
 )
-from deployments.controller import AdapterController
+from deployments.controller import Controller
 from deployments.controller_settings import ControllerSettings
 from deployments.push_store import PushStore
 from deployments.replica_link import ReplicaLink
@@ -186,7 +186,7 @@ class Cluster:
         self.death = asyncio.Event()
         self.store = FragileStore(self.root / "journal.sqlite3")
         self.store.on_death = self.kill_controller
-        self.controller = AdapterController(
+        self.controller = Controller(
             self.settings,
             self.store,
             self.sources(),
@@ -205,7 +205,7 @@ class Cluster:
         for task in tuple(self.controller._operations.runner.tasks.values()):
             task.cancel()
 
-    async def controller_when_up(self) -> AdapterController:
+    async def controller_when_up(self) -> Controller:
         await self._up.wait()
         return self.controller
 

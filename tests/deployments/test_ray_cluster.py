@@ -14,16 +14,19 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
+from deployments import AdapterController
 from deployments.app import REPLICAS, bind_replicas
 from deployments.backend import LoadAdapter, UnloadAdapter
 from deployments.config import AdapterSettings, ClusterSettings, DeploymentConfig
 from deployments.controller_actor import Deployed, find_or_create_controller
 from deployments.errors import (
     AdapterAlreadyLoadedError,
+    AdapterInUseError,
     AdapterNotFoundError,
     AdapterRejectedError,
     ClusterError,
     PathNotAllowedError,
+    ReplicaUnavailableError,
 )
 from deployments.generation import GenerateRequest, GenerationStart, PromptInput, TokenizeRequest
 from deployments.ray_backend import RayBackend
@@ -161,6 +164,39 @@ async def test_load_replace_and_unload_reach_every_replica(served: Served) -> No
     for _ in range(8):
         with pytest.raises(AdapterNotFoundError):
             await run(backend, "sql")
+
+
+async def test_a_script_changes_adapters_through_the_handle(served: Served) -> None:
+    adapters = AdapterController("fake-model", requested_by="a-script")
+    first = await adapters.load("scripted", served.write_adapter("s1", "one"), op_id="scripted-1")
+    second = await adapters.load("scripted", served.write_adapter("s2", "two"), replace=True)
+    await adapters.set_alias("script-prod", {f"scripted@{first.generation}": 1, "scripted": 3})
+    seen = await replicas_seen(served.backend(), f"scripted@{first.generation}", 8)
+    assert set().union(*seen.values()) == {first.generation}
+    for generations in (await replicas_seen(served.backend(), "script-prod", 8)).values():
+        assert generations <= {first.generation, second.generation}
+    back = await adapters.roll_back("scripted")
+    assert (back.digest, back.created_by) == (first.digest, "a-script")
+    assert (await adapters.pin("scripted")).pinned
+    assert [status.version.name for status in await adapters.list_adapters("scripted")] == [
+        "scripted"
+    ]
+    operation = (await adapters.get_operation("scripted-1")).operation
+    assert (operation.generation, operation.requested_by) == (first.generation, "a-script")
+    assert [each.operation.kind for each in await adapters.list_operations("scripted")] == [
+        "pin",
+        "rollback",
+        "load",
+        "load",
+    ]
+    with pytest.raises(AdapterInUseError):
+        await adapters.unload("scripted")
+    assert (await adapters.delete_alias("script-prod")).name == "script-prod"
+    assert (await adapters.unload("scripted")).generation == back.generation
+    assert await adapters.list_aliases() == []
+    assert len(await adapters.list_replicas()) == 2
+    with pytest.raises(ReplicaUnavailableError, match="no deployment of 'other'"):
+        await AdapterController("other").list_adapters()
 
 
 async def test_errors_arrive_as_themselves(served: Served) -> None:
