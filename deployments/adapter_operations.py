@@ -139,10 +139,11 @@ class AdapterOperations:
     async def _load_held(self, load: LoadAdapter, called: Operation) -> AdapterVersion:
         if not load.upload:
             return await self._load(load, called)
-        with self.pushes.hold(load.digest):
-            version = await self._load(load, called)
-        await self.pushes.remove_unused(self._agreement.desired.digests)
-        return version
+        try:
+            with self.pushes.hold(load.digest):
+                return await self._load(load, called)
+        finally:
+            await self.pushes.remove_unused(self._agreement.desired.digests)
 
     async def _load(self, load: LoadAdapter, called: Operation) -> AdapterVersion:
         async with self.names.hold(load.name):

@@ -83,10 +83,8 @@ async def test_a_refused_push_leaves_the_old_version_and_no_files(cluster: Clust
     cluster.replicas["r2"].engine.refusals["policy"] = UnsupportedAdapterError("rank")
     with pytest.raises(AdapterRejectedError):
         await push(cluster, "2")
-    cluster.replicas["r2"].engine.refusals.clear()
     assert await served(cluster, "policy") == {first.digest}
-    third = await push(cluster, "3")
-    assert kept(cluster) == {first.digest, third.digest}
+    assert kept(cluster) == {first.digest}
 
 
 async def test_pushed_versions_outlive_every_process_and_node(cluster: Cluster) -> None:
