@@ -158,18 +158,23 @@ class Download:
         return _Received(data, self._etag_is_md5(response))
 
     def _read(self, response: "GetObjectOutputTypeDef", size: int) -> bytearray:
-        data = bytearray()
+        data = bytearray(size)
+        received = 0
         body = response["Body"]
         try:
-            for chunk in body.iter_chunks(_CHUNK):
-                self._check_cancelled()
-                data += chunk
-                if len(data) > size:
-                    break
+            with memoryview(data) as view:
+                while received < size:
+                    chunk = view[received : received + _CHUNK]
+                    count = body.readinto(chunk)  # type: ignore[arg-type]
+                    if not count:
+                        break
+                    self._check_cancelled()
+                    received += count
+            is_longer = bool(body.read(1))
         finally:
             body.close()
-        if len(data) != size:
-            raise TruncatedError(f"{len(data)} bytes instead of {size}")
+        if received != size or is_longer:
+            raise TruncatedError(f"not {size} bytes, as asked for")
         return data
 
     def _etag_is_md5(self, response: "GetObjectOutputTypeDef") -> bool:
