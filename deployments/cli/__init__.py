@@ -1,0 +1,18 @@
+"""The command ``lorafleet``: one module per command or group of commands.
+
+Knows how to talk to people and to scripts. What a command does is done elsewhere.
+"""
+
+import typer
+
+from deployments.cli.check import check
+from deployments.cli.state import state_app
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app.add_typer(state_app, name="state")
+app.command()(check)
+
+
+@app.callback()
+def main() -> None:
+    """One base model, thousands of LoRA adapters."""
