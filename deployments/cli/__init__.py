@@ -5,10 +5,12 @@ Knows how to talk to people and to scripts. What a command does is done elsewher
 
 import typer
 
+from deployments.cli.adapters import adapters_app
 from deployments.cli.check import check
 from deployments.cli.state import state_app
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app.add_typer(adapters_app, name="adapters")
 app.add_typer(state_app, name="state")
 app.command()(check)
 
