@@ -7,12 +7,18 @@ import typer
 
 from deployments.cli.adapters import adapters_app
 from deployments.cli.check import check
+from deployments.cli.doctor import doctor
+from deployments.cli.serve import serve
+from deployments.cli.size import size_command
 from deployments.cli.state import state_app
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(adapters_app, name="adapters")
 app.add_typer(state_app, name="state")
 app.command()(check)
+app.command()(doctor)
+app.command()(serve)
+app.command("size")(size_command)
 
 
 @app.callback()
