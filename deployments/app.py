@@ -12,6 +12,8 @@ from deployments.config import DeploymentConfig, HttpOptions, RoutingSettings, l
 from deployments.controller_actor import Deployed
 from deployments.http_app import create_http_app
 from deployments.llm_replica import LLMReplica, MakeEngine, make_async_engine
+from deployments.metrics.ray_export import RayExporter
+from deployments.openai.metrics import HttpMetrics
 from deployments.ray_backend import RayBackend
 
 REPLICAS = "LLMServer"
@@ -78,6 +80,11 @@ def build_http(deployed: Deployed) -> FastAPI:
     app_name = serve.get_replica_context().app_name
     replicas = serve.get_deployment_handle(REPLICAS, app_name=app_name)
     # Serve's proxy adds the request's id to every response.
+    metrics = HttpMetrics()
+    RayExporter(metrics.registry).start()
     return create_http_app(
-        RayBackend(replicas, deployed), deployed.config.http.build(), sends_request_id=False
+        RayBackend(replicas, deployed),
+        deployed.config.http.build(),
+        sends_request_id=False,
+        metrics=metrics,
     )

@@ -81,6 +81,14 @@ class ReplicaStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterMetrics:
+    """Snapshots of the controller's metrics and each replica's; see ``metrics.snapshot``."""
+
+    controller: bytes = b""
+    replicas: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadAdapter:
     """Register an adapter under a name on every replica.
 
@@ -269,6 +277,9 @@ class Backend(Protocol):
 
     async def list_replicas(self) -> list[ReplicaStatus]:
         """List the replicas that hold a lease."""
+
+    async def metrics(self) -> ClusterMetrics:
+        """What controller and replicas count, at most some seconds old."""
 
     async def healthy(self) -> bool:
         """Whether the controller answers and at least one replica can serve."""

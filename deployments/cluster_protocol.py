@@ -118,7 +118,10 @@ class RegisterAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """A replica renews its lease, acknowledges what it applied, and waits for news."""
+    """A replica renews its lease, acknowledges what it applied, and waits for news.
+
+    ``metrics`` is for whoever asks the controller about the whole cluster.
+    """
 
     member: MemberId
     journal_id: str
@@ -127,6 +130,7 @@ class Watch:
     residency: tuple[Residency, ...] = ()
     num_running: int = 0
     num_waiting: int = 0
+    metrics: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

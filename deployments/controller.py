@@ -18,6 +18,7 @@ from deployments.backend import (
     AdapterQuery,
     AdapterState,
     AdapterStatus,
+    ClusterMetrics,
     DeleteAlias,
     LoadAdapter,
     PinAdapter,
@@ -45,6 +46,7 @@ from deployments.errors import (
     OperationNotFoundError,
     RuntimeUpdatingDisabledError,
 )
+from deployments.metrics.controller_metrics import MAX_ADAPTERS, ControllerMetrics, FleetView
 from deployments.operations import Operation, OperationQuery, OperationStatus
 from deployments.push_store import PushStore
 from deployments.sources import AdapterSources
@@ -71,6 +73,7 @@ class Controller:
         pushes: PushStore,
         liveness: Liveness,
         clock: Clock,
+        metrics: ControllerMetrics | None = None,
     ) -> None:
         stored = store.load()
         self._clock = clock
@@ -80,6 +83,8 @@ class Controller:
             store, stored, liveness=liveness, clock=clock, lease_s=settings.lease_s
         )
         self._desired = self._agreement.desired
+        self._metrics = metrics or ControllerMetrics()
+        self._agreement.observe_broadcast = self._metrics.broadcast_seconds.observe
         self._operations = AdapterOperations(
             settings, sources, pushes, store, self._agreement, clock
         )
@@ -107,7 +112,7 @@ class Controller:
 
     async def register(self, request: Register) -> RegisterAnswer:
         """Make a replica a member and tell it everything."""
-        self._agreement.register(request)
+        await self._agreement.register(request)
         return RegisterAnswer(
             update=self._desired.snapshot(),
             warm_names=self._warm_names(),
@@ -116,8 +121,11 @@ class Controller:
 
     async def watch(self, request: Watch) -> WatchAnswer:
         """Renew a replica's lease and answer when there is news, or after a while."""
+        received = self._store.mark()
         member = self._agreement.renew(request)
         await self._agreement.wait_for_news(request, member, self._settings.poll_s)
+        # The lease counts from here on at the latest, so whoever takes over waits for it.
+        await self._store.confirm(received)
         return WatchAnswer(
             update=self._desired.update_since(request.journal_id, request.table_version),
             preparing=self._agreement.preparing(member),
@@ -142,7 +150,8 @@ class Controller:
         if name not in self._desired.adapters and name not in self._desired.aliases:
             if self._is_taken(name) or name in self._desired.unloaded:
                 raise AdapterNotFoundError(name)
-            await self._operations.resolve(name, member)
+            with self._metrics.operation("resolve"):
+                await self._operations.resolve(name, member)
         version = None if name in self._desired.aliases else self._find(name)
         return Resolved(version=version, table_version=self._desired.table_version)
 
@@ -152,33 +161,39 @@ class Controller:
         """Put an adapter in service under a name; returns once every live replica knows."""
         self._check_may_update()
         self._check_name(load.name)
-        return await self._operations.load(load, op_id)
+        with self._metrics.operation("load"):
+            return await self._operations.load(load, op_id)
 
     async def unload(self, unload: UnloadAdapter, op_id: str) -> AdapterVersion:
         """Take a name out of service; returns once no live replica serves it to new requests."""
         self._check_may_update()
-        return await self._operations.unload(unload, op_id)
+        with self._metrics.operation("unload"):
+            return await self._operations.unload(unload, op_id)
 
     async def pin(self, pin: PinAdapter, op_id: str) -> AdapterVersion:
         """Pin or unpin an adapter; returns once every live replica did."""
         self._check_may_update()
-        return await self._operations.pin(pin, op_id)
+        with self._metrics.operation("pin"):
+            return await self._operations.pin(pin, op_id)
 
     async def roll_back(self, rollback: RollBackAdapter, op_id: str) -> AdapterVersion:
         """Put an earlier version in service; returns once every live replica knows."""
         self._check_may_update()
-        return await self._operations.roll_back(rollback, op_id)
+        with self._metrics.operation("rollback"):
+            return await self._operations.roll_back(rollback, op_id)
 
     async def set_alias(self, asked: SetAlias, op_id: str) -> AdapterAlias:
         """Set or move an alias; returns once every live replica follows it."""
         self._check_may_update()
         self._check_name(asked.name)
-        return await self._aliases.set(asked, op_id)
+        with self._metrics.operation("set_alias"):
+            return await self._aliases.set(asked, op_id)
 
     async def delete_alias(self, asked: DeleteAlias, op_id: str) -> AdapterAlias:
         """Forget an alias; returns once no live replica follows it."""
         self._check_may_update()
-        return await self._aliases.delete(asked, op_id)
+        with self._metrics.operation("delete_alias"):
+            return await self._aliases.delete(asked, op_id)
 
     async def list_aliases(self) -> list[AdapterAlias]:
         """List every alias by name."""
@@ -226,6 +241,23 @@ class Controller:
         if operation is None:
             raise OperationNotFoundError(op_id)
         return self._operation_status(operation)
+
+    async def collect_metrics(self) -> ClusterMetrics:
+        """What this controller counts, and what the replicas last said."""
+        resident = {digest for member in self._agreement.members for digest in member.residency}
+        shown = (v for _, v in sorted(self._desired.adapters.items()) if v.digest in resident)
+        view = FleetView(
+            table_version=self._desired.table_version,
+            num_adapters=len(self._desired.adapters),
+            num_aliases=len(self._desired.aliases),
+            num_operations=len(self._operations.in_progress),
+            replicas=await self.list_replicas(),
+            adapters=[self._status(version) for version in islice(shown, MAX_ADAPTERS)],
+        )
+        return ClusterMetrics(
+            controller=self._metrics.snapshot(view),
+            replicas=tuple(member.metrics for member in self._agreement.members),
+        )
 
     # -- details
 

@@ -20,6 +20,7 @@ from deployments.aliases import AdapterAlias
 from deployments.backend import (
     AdapterQuery,
     AdapterStatus,
+    ClusterMetrics,
     DeleteAlias,
     LoadAdapter,
     PinAdapter,
@@ -42,6 +43,8 @@ from deployments.config import DeploymentConfig
 from deployments.controller import Controller
 from deployments.controller_client import ControllerClient
 from deployments.controller_settings import ControllerSettings
+from deployments.metrics.controller_metrics import ControllerMetrics
+from deployments.metrics.ray_export import RayExporter
 from deployments.operations import OperationQuery, OperationStatus
 from deployments.push_store import PushStore
 from deployments.source_setup import build_sources
@@ -97,6 +100,8 @@ class ControllerActor:
         self._deployed = deployed
         self._store: SqliteStateStore | None = None
         self._opened: Controller | None = None
+        self._metrics = ControllerMetrics()
+        RayExporter(self._metrics.registry).start()
 
     async def configure(self, deployed: Deployed) -> None:
         """Take over the settings of a newer deployment."""
@@ -106,7 +111,8 @@ class ControllerActor:
         self._deployed = deployed
         assert self._store is not None
         self._store.write_setting(_DEPLOYED, deployed.to_json())
-        controller.configure(deployed.controller_settings(), build_sources(deployed.config))
+        sources = build_sources(deployed.config, self._metrics.observe_resolver)
+        controller.configure(deployed.controller_settings(), sources)
 
     async def process_id(self) -> int:
         """The actor's process, for operators."""
@@ -163,6 +169,9 @@ class ControllerActor:
     async def list_replicas(self) -> list[ReplicaStatus]:
         return await self._controller.list_replicas()
 
+    async def metrics(self) -> ClusterMetrics:
+        return await self._controller.collect_metrics()
+
     @property
     def _controller(self) -> Controller:
         if self._opened is None:
@@ -182,10 +191,11 @@ class ControllerActor:
         return Controller(
             self._deployed.controller_settings(),
             self._store,
-            build_sources(self._deployed.config),
+            build_sources(self._deployed.config, self._metrics.observe_resolver),
             pushes=PushStore(config.cluster.push_path),
             liveness=RayLiveness(),
             clock=SystemClock(),
+            metrics=self._metrics,
         )
 
 

@@ -17,6 +17,7 @@ from deployments.backend import (
     ALL_ADAPTERS,
     AdapterQuery,
     AdapterStatus,
+    ClusterMetrics,
     DeleteAlias,
     LoadAdapter,
     PinAdapter,
@@ -118,6 +119,10 @@ class ControllerClient:
     async def list_replicas(self) -> list[ReplicaStatus]:
         replicas: list[ReplicaStatus] = await self._call("list_replicas")
         return replicas
+
+    async def metrics(self) -> ClusterMetrics:
+        metrics: ClusterMetrics = await self._call("metrics")
+        return metrics
 
     async def _call(self, method: str, *args: Any) -> Any:
         actor = await self._connect()

@@ -24,14 +24,18 @@ from deployments.openai.tokenization import tokenization_router
 
 
 def create_http_app(
-    backend: Backend, settings: HttpSettings | None = None, *, sends_request_id: bool = True
+    backend: Backend,
+    settings: HttpSettings | None = None,
+    *,
+    sends_request_id: bool = True,
+    metrics: HttpMetrics | None = None,
 ) -> FastAPI:
     """Build the OpenAI-compatible app in front of a backend.
 
     ``sends_request_id`` is off where a proxy in front adds ``x-request-id`` to responses.
     """
     settings = settings or HttpSettings()
-    api, metrics = Api(backend, settings), HttpMetrics()
+    api, metrics = Api(backend, settings), metrics or HttpMetrics()
     # Bodies are read by hand, so a generated schema would say nothing true about them.
     app = FastAPI(title="lorafleet", openapi_url=None, redirect_slashes=False)
     app.add_middleware(RequestScope, metrics=metrics, sends_request_id=sends_request_id)

@@ -24,6 +24,9 @@ from deployments.generation import (
     TokenizeResult,
 )
 from deployments.llm_server import LLMServer
+from deployments.metrics.engine_collector import EngineCollector
+from deployments.metrics.ray_export import RayExporter
+from deployments.metrics.replica_metrics import ReplicaMetrics
 from deployments.replica_link import ReplicaLink
 from deployments.source_setup import build_sources
 from engine.errors import EngineError
@@ -56,8 +59,16 @@ class LLMReplica:
         replica_id = context.replica_id.unique_id
         self._engine = await make_engine(config, num_threads(config, context.world_size or 1))
         base_model = describe_base_model(config, self._engine)
+        metrics = ReplicaMetrics(base_model.id, replica_id, base_model.max_model_len)
         self._server = LLMServer(
-            replica_id, self._engine, base_model, coalesce_s=config.coalesce_ms / 1000
+            replica_id,
+            self._engine,
+            base_model,
+            coalesce_s=config.coalesce_ms / 1000,
+            metrics=metrics,
+        )
+        metrics.registry.register(
+            EngineCollector(self._engine, base_model.id, replica_id, self._server.in_flight)
         )
         runtime = ray.get_runtime_context()
         self._link = ReplicaLink(
@@ -68,10 +79,12 @@ class LLMReplica:
             ),
             connect_controller(Deployed(config=config)),
             self._engine,
-            build_sources(config),
+            build_sources(config, metrics.observe_resolver),
             clock=SystemClock(),
             abort_running=self._server.abort_version,
+            metrics=metrics,
         )
+        RayExporter(metrics.registry).start()
         self._server.attach(self._link)
         await self._link.join()
 

@@ -24,6 +24,7 @@ from deployments.generation import (
     TokenizeRequest,
     TokenizeResult,
 )
+from deployments.metrics.replica_metrics import ReplicaMetrics
 from deployments.prompt_encoder import PromptEncoder
 from deployments.replica_link import AdmittedAdapter, ReplicaLink
 from engine.errors import EngineDeadError
@@ -40,6 +41,7 @@ class LLMServer:
         base_model: BaseModelInfo,
         *,
         coalesce_s: float,
+        metrics: ReplicaMetrics | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.base_model = base_model
@@ -48,6 +50,9 @@ class LLMServer:
         self._encoder = PromptEncoder(engine.tokenizer)
         self._link: ReplicaLink | None = None
         self._running: dict[str, AdapterVersion] = {}
+        self._metrics = metrics or ReplicaMetrics(
+            base_model.id, replica_id, base_model.max_model_len
+        )
 
     def attach(self, link: ReplicaLink) -> None:
         """Serve the adapters that this link knows."""
@@ -56,6 +61,7 @@ class LLMServer:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationItem]:
         """Stream one request; see ``Backend.generate``."""
         async with AsyncExitStack() as stack:
+            record = stack.enter_context(self._metrics.request())
             admitted = await stack.enter_async_context(
                 self._admit(request.adapter, request.split_key)
             )
@@ -65,6 +71,9 @@ class LLMServer:
                 add_special_tokens=request.add_special_tokens,
                 keep_last=request.truncate_prompt_tokens,
             )
+            record.admitted(
+                None if admitted is None else admitted.version.name, len(prompt_token_ids)
+            )
             if admitted is not None:
                 self._running[request.request_id] = admitted.version
                 stack.callback(self._running.pop, request.request_id, None)
@@ -72,6 +81,7 @@ class LLMServer:
                 aclosing(self._outputs(request, prompt_token_ids, admitted))
             )
             first = await anext(outputs)
+            record.outputs(first)
             yield GenerationStart(
                 replica_id=self.replica_id,
                 adapter_name=None if admitted is None else admitted.version.name,
@@ -80,6 +90,7 @@ class LLMServer:
             )
             yield first
             async for item in outputs:
+                record.outputs(item)
                 yield item
 
     async def abort_version(self, version: AdapterVersion) -> None:
@@ -109,6 +120,10 @@ class LLMServer:
     async def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
         """Return each token's own bytes."""
         return await self._encoder.token_bytes(token_ids)
+
+    def in_flight(self) -> list[AdapterVersion]:
+        """The versions of adapters that unfinished requests use, once for each request."""
+        return list(self._running.values())
 
     def resident_names(self) -> list[str]:
         """Names whose weights are in memory here."""

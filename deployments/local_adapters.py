@@ -6,10 +6,12 @@ knows nothing of names' meaning.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from adapters import LoRARequest
 from deployments.cluster_protocol import Residency
@@ -34,15 +36,27 @@ class LoadedAdapter:
     chat_template: str | None = None
 
 
+class ObserveLoad(Protocol):
+    """Is told how long a load took, and whether it failed."""
+
+    def __call__(self, seconds: float, *, failed: bool) -> None: ...
+
+
 class LocalAdapters:
     """Brings adapters to the engine and takes them away again."""
 
     def __init__(
-        self, engine: AdapterEngine, sources: AdapterSources, is_used: Callable[[str], bool]
+        self,
+        engine: AdapterEngine,
+        sources: AdapterSources,
+        is_used: Callable[[str], bool],
+        *,
+        observe_load: ObserveLoad | None = None,
     ) -> None:
         self._engine = engine
         self._sources = sources
         self._is_used = is_used
+        self._observe_load = observe_load
         self._loaded: dict[str, LoadedAdapter] = {}
         self._pinned: set[str] = set()
         self._digests = KeyedLock()
@@ -129,6 +143,16 @@ class LocalAdapters:
         return stats.num_running, stats.num_waiting
 
     async def _load(self, name: str, digest: str, source_uri: str) -> LoadedAdapter:
+        began, is_loaded = time.monotonic(), False
+        try:
+            loaded = await self._load_undamaged(name, digest, source_uri)
+            is_loaded = True
+            return loaded
+        finally:
+            if self._observe_load is not None:
+                self._observe_load(time.monotonic() - began, failed=not is_loaded)
+
+    async def _load_undamaged(self, name: str, digest: str, source_uri: str) -> LoadedAdapter:
         try:
             return await self._load_once(name, digest, source_uri)
         except InvalidAdapterError:

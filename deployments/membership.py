@@ -21,6 +21,7 @@ class Member:
     residency: dict[str, Residency] = field(default_factory=dict)
     num_running: int = 0
     num_waiting: int = 0
+    metrics: bytes = b""
 
 
 class Membership:
@@ -66,6 +67,7 @@ class Membership:
         member.residency = {held.digest: held for held in watch.residency}
         member.num_running = watch.num_running
         member.num_waiting = watch.num_waiting
+        member.metrics = watch.metrics
         return member
 
     def remove(self, member_id: MemberId) -> bool:

@@ -19,6 +19,7 @@ from deployments.backend import (
     AdapterQuery,
     AdapterStatus,
     BaseModelInfo,
+    ClusterMetrics,
     DeleteAlias,
     LoadAdapter,
     PinAdapter,
@@ -162,6 +163,10 @@ class RayBackend:
     async def list_replicas(self) -> list[ReplicaStatus]:
         """List the replicas that hold a lease."""
         return await self._controller.list_replicas()
+
+    async def metrics(self) -> ClusterMetrics:
+        """What controller and replicas count."""
+        return await self._controller.metrics()
 
     async def healthy(self) -> bool:
         """Whether the controller answers and at least one replica can serve."""

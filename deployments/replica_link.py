@@ -36,6 +36,7 @@ from deployments.errors import (
     ResolverUnavailableError,
 )
 from deployments.local_adapters import LoadedAdapter, LocalAdapters
+from deployments.metrics.replica_metrics import ReplicaMetrics
 from deployments.sources import AdapterSources
 from engine.errors import CapacityError, EngineError
 
@@ -77,13 +78,20 @@ class ReplicaLink:
         *,
         clock: Clock,
         abort_running: Callable[[AdapterVersion], Awaitable[None]],
+        metrics: ReplicaMetrics | None = None,
     ) -> None:
         self._identity = identity
         self._port = port
         self._clock = clock
         self._abort_running = abort_running
+        self._metrics = metrics
         self.table = AdapterTable(self._on_unused)
-        self.adapters = LocalAdapters(engine, sources, self.table.is_used)
+        self.adapters = LocalAdapters(
+            engine,
+            sources,
+            self.table.is_used,
+            observe_load=None if metrics is None else metrics.observe_load,
+        )
         self._applied = Signal(clock)
         self._lease_until = -math.inf
         self._lease_s = 0.0
@@ -204,6 +212,7 @@ class ReplicaLink:
             residency=self.adapters.residency(),
             num_running=num_running,
             num_waiting=num_waiting,
+            metrics=b"" if self._metrics is None else self._metrics.snapshot(),
         )
         sent_at = self._clock.now()
         self._take(await self._port.watch(watch), sent_at)

@@ -1,9 +1,11 @@
 """Builds the adapter sources that a configuration describes, the same in every process."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from adapters import LoRARequest
 from deployments.config import DeploymentConfig
+from deployments.metrics.resolver_timing import ObserveResolver, TimedFetcher, TimedResolver
 from deployments.sources import AdapterSources
 from resolvers.base import UriResolver
 from resolvers.chain import ResolverChain
@@ -11,8 +13,10 @@ from resolvers.registry import build_link
 from resolvers.store import AdapterStore
 
 
-def build_sources(config: DeploymentConfig) -> AdapterSources:
-    """Open every source of a deployment."""
+def build_sources(
+    config: DeploymentConfig, observe: ObserveResolver = lambda *_: None
+) -> AdapterSources:
+    """Open every source of a deployment; ``observe`` is told how long each of them takes."""
     settings = config.adapters
     store = AdapterStore(settings.store_path, settings.store_max_bytes, settings.max_adapter_bytes)
     links = [build_link(entry, store) for entry in settings.entries]
@@ -26,9 +30,17 @@ def build_sources(config: DeploymentConfig) -> AdapterSources:
     return AdapterSources(
         config.public_model_id,
         store,
-        resolver=ResolverChain(links),
+        resolver=ResolverChain(
+            [
+                replace(link, resolver=TimedResolver(link.name, link.resolver, observe))
+                for link in links
+            ]
+        ),
         allowed_roots=settings.roots,
-        fetchers={fetcher.scheme: FetcherGroup(fetchers) for fetcher in fetchers},
+        fetchers={
+            fetcher.scheme: TimedFetcher(fetcher.scheme, FetcherGroup(fetchers), observe)
+            for fetcher in fetchers
+        },
     )
 
 

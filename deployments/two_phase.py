@@ -32,8 +32,9 @@ from deployments.errors import (
     ReplicaUnavailableError,
 )
 from deployments.membership import Member, Membership
+from deployments.journal import StoredState
 from deployments.operations import Operation, OperationPhase, ReplicaPhase, ReplicaProgress
-from deployments.state_store import StateStore, StoredState
+from deployments.state_store import StateStore
 
 logger = logging.getLogger(__name__)
 
@@ -80,15 +81,17 @@ class TwoPhase:
         self._clock = clock
         self._signal = Signal(clock)
         self._prepares: dict[str, _Prepare] = {}
+        # Told how long the members took to follow a change.
+        self.observe_broadcast: Callable[[float], object] = lambda _: None
         # A restarted controller cannot know when these renewed last: grant them a whole lease.
         for member in stored.members:
             self.members.add(member, clock.now())
 
     # -- towards replicas
 
-    def register(self, request: Register) -> Member:
+    async def register(self, request: Register) -> Member:
         """Make a replica a member, in the journal first."""
-        self._store.add_member(request)
+        await self._store.add_member(request)
         member = self.members.add(request, self._clock.now())
         self._signal.notify()
         return member
@@ -186,7 +189,7 @@ class TwoPhase:
             raise ReplicaUnavailableError("no live replica could check the adapter, try again")
         return accepted[0]
 
-    def commit(
+    async def commit(
         self,
         operation: Operation,
         version: AdapterVersion,
@@ -197,7 +200,7 @@ class TwoPhase:
     ) -> Operation:
         """Write the change to the journal, then announce it. Takes effect or raises as a whole."""
         kept = () if forget else self.desired.kept_beside(version, keep)
-        committed = self._store.commit(
+        committed = await self._store.commit(
             operation.op_id, version, forget=forget, kept=kept, now=self._clock.wall()
         )
         assert committed.table_version is not None
@@ -212,9 +215,9 @@ class TwoPhase:
         self._signal.notify()
         return committed
 
-    def commit_alias(self, operation: Operation, alias: AdapterAlias | None) -> Operation:
+    async def commit_alias(self, operation: Operation, alias: AdapterAlias | None) -> Operation:
         """Write what an alias stands for to the journal, then announce it; None forgets it."""
-        committed = self._store.commit_alias(operation.op_id, alias, now=self._clock.wall())
+        committed = await self._store.commit_alias(operation.op_id, alias, now=self._clock.wall())
         assert committed.table_version is not None
         change = AliasChange(name=operation.name, alias=alias)
         self.desired.apply_alias(change, committed.table_version)
@@ -243,7 +246,9 @@ class TwoPhase:
         """Wait until every member acknowledged a committed change or is out."""
         table_version = operation.table_version
         assert table_version is not None
+        began = self._clock.now()
         await self._wait_for(lambda: self.members.behind(table_version), math.inf)
+        self.observe_broadcast(self._clock.now() - began)
         self.finish(operation)
 
     async def settle_table(self) -> None:

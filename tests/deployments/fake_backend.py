@@ -15,6 +15,7 @@ from deployments.backend import (
     AdapterState,
     AdapterStatus,
     BaseModelInfo,
+    ClusterMetrics,
     DeleteAlias,
     LoadAdapter,
     PinAdapter,
@@ -43,6 +44,7 @@ from deployments.generation import (
     TokenizeRequest,
     TokenizeResult,
 )
+from deployments.metrics.controller_metrics import ControllerMetrics, FleetView
 from deployments.operations import OperationQuery, OperationStatus
 from engine.errors import InvalidRequestError, PromptTooLongError
 from engine.outputs import FinishReason, PositionLogprobs, RequestOutput, TokenLogprob
@@ -309,6 +311,17 @@ class FakeBackend:
                 num_waiting=0,
             )
         ]
+
+    async def metrics(self) -> ClusterMetrics:
+        view = FleetView(
+            table_version=3,
+            num_adapters=len(self.adapters),
+            num_aliases=len(self.aliases),
+            num_operations=0,
+            replicas=await self.list_replicas(),
+            adapters=await self.list_adapters(),
+        )
+        return ClusterMetrics(controller=ControllerMetrics().snapshot(view))
 
     async def healthy(self) -> bool:
         return self.healthy_now

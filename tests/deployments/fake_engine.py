@@ -34,6 +34,16 @@ class FakeResidency:
 class FakeStats:
     num_running: int
     num_waiting: int = 0
+    num_blocks: int = 100
+    num_free_blocks: int = 75
+    max_loras: int = 8
+    num_slots_in_use: int = 0
+    total_steps: int = 0
+    total_prompt_tokens: int = 0
+    total_cached_prompt_tokens: int = 0
+    total_output_tokens: int = 0
+    total_preemptions: int = 0
+    total_slot_loads: int = 0
 
 
 class FakeTokenizer:

@@ -11,6 +11,7 @@ from deployments.backend import (
     AdapterQuery,
     AdapterStatus,
     BaseModelInfo,
+    ClusterMetrics,
     DeleteAlias,
     LoadAdapter,
     PinAdapter,
@@ -101,6 +102,9 @@ class LocalBackend:
 
     async def list_replicas(self) -> list[ReplicaStatus]:
         return []
+
+    async def metrics(self) -> ClusterMetrics:
+        return ClusterMetrics()
 
     async def healthy(self) -> bool:
         return True
