@@ -21,6 +21,7 @@ from engine.adapter_set import AdapterSet
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import AdapterNotLoadedError, EngineDeadError
+from engine.grammar import Grammar
 from engine.lora.adapter import AdapterInfo
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
@@ -163,9 +164,18 @@ class AsyncEngine:
         the engine stops. Failures of single sequences are in ``RequestOutput.error``.
         """
         stream = _Stream()
-        prompt = list(prompt_token_ids)
+        add = partial(
+            self._add,
+            stream,
+            request_id,
+            list(prompt_token_ids),
+            params,
+            lora=lora,
+            priority=priority,
+            grammar=await self._grammar(params),
+        )
         try:
-            await self._call(partial(self._add, stream, request_id, prompt, params, lora, priority))
+            await self._call(add)
             while True:
                 outputs = await stream.get()
                 yield outputs
@@ -178,6 +188,15 @@ class AsyncEngine:
     async def abort(self, request_id: str) -> None:
         """End a request; its stream ends with finish_reason "abort". Unknown ids are no error."""
         await self._call(lambda: self._deliver(self._engine.abort_request(request_id)))
+
+    async def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """Compile a restriction where it holds up neither the event loop nor a step."""
+        if params.structured is None:
+            return None
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._loaders, self._engine.grammars.compile, params.structured
+        )
 
     @property
     def _engine(self) -> Engine:
@@ -217,10 +236,14 @@ class AsyncEngine:
         request_id: str,
         prompt: list[int],
         params: SamplingParams,
+        *,
         lora: LoRARequest | None,
         priority: int,
+        grammar: Grammar | None,
     ) -> None:
-        self._engine.add_request(request_id, prompt, params, lora=lora, priority=priority)
+        self._engine.add_request(
+            request_id, prompt, params, lora=lora, priority=priority, grammar=grammar
+        )
         self._streams[request_id] = stream
 
     def _abort(self, request_id: str, stream: _Stream) -> None:

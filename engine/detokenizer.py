@@ -3,7 +3,7 @@
 Knows one sequence's tokens and stop strings. Knows nothing of logits or of other sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -16,6 +16,9 @@ class Detokenizer:
     """Incremental text of one sequence: never ends inside a character, stops at stop strings.
 
     Text that may be the beginning of a stop string is held back until that is decided.
+
+    ``shown`` are special tokens that are shown even where others are skipped. Of the tokens in
+    ``glued``, one that follows another is written without the space that some decoders put there.
     """
 
     def __init__(
@@ -26,6 +29,8 @@ class Detokenizer:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        shown: Mapping[int, str] | None = None,
+        glued: Mapping[int, str] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
@@ -34,10 +39,15 @@ class Detokenizer:
         self._stream = self._new_stream(prompt_token_ids[-_CONTEXT_TOKENS:])
         self._pending_ids: list[int] = []
         self._held_text = ""
+        self._shown = shown or {}
+        self._glued = glued or {}
+        self._last_is_glued = False
         self.stop_reason: str | None = None
 
     def append(self, token_id: int) -> str:
         """Take one more token and return the text that is now certain, often empty."""
+        if self._shown and token_id in self._shown:
+            return self._show(self._shown[token_id])
         self._pending_ids.append(token_id)
         try:
             piece = self._stream.step(self._tokenizer, token_id)
@@ -48,6 +58,8 @@ class Detokenizer:
         if not piece:
             return ""
         self._pending_ids.clear()
+        if self._glued:
+            piece = self._glue(token_id, piece)
         return self._release(piece)
 
     def finish(self) -> str:
@@ -58,6 +70,18 @@ class Detokenizer:
             text += self._decode_pending()
             self._pending_ids.clear()
         return text
+
+    def _show(self, text: str) -> str:
+        """Write a token that the decoder would leave out, after what came before it."""
+        before = self._decode_pending() if self._pending_ids else ""
+        if before:
+            self._pending_ids.clear()
+            self._stream = self._new_stream(())
+        return self._release(before + text)
+
+    def _glue(self, token_id: int, piece: str) -> str:
+        follows, self._last_is_glued = self._last_is_glued, token_id in self._glued
+        return self._glued[token_id] if follows and self._last_is_glued else piece
 
     def _new_stream(self, context: Sequence[int]) -> DecodeStream:
         return DecodeStream(ids=list(context), skip_special_tokens=self._skip_special_tokens)

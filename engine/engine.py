@@ -17,6 +17,7 @@ from engine.adapter_set import AdapterSet
 from engine.cache.block_table import KVCacheManager
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, InvalidRequestError, PromptTooLongError, QueueFullError
+from engine.grammar import Grammar, GrammarCompiler
 from engine.model_runner import ModelRunner
 from engine.models.paged_model import PagedModel
 from engine.output_processor import OutputProcessor
@@ -49,6 +50,7 @@ class Engine:
         self.vocab_size = spec.vocab_size
         self.tokenizer = load_tokenizer(config.model)
         self.eos_token_ids = eos_token_ids(config.model, spec.hf_config, self.tokenizer)
+        self.grammars = GrammarCompiler(self.tokenizer, spec.vocab_size, self.eos_token_ids)
         self._kv = self._allocate_kv()
         self.adapters = None
         if config.lora is not None:
@@ -106,9 +108,11 @@ class Engine:
         *,
         lora: LoRARequest | None = None,
         priority: int = 0,
+        grammar: Grammar | None = None,
     ) -> None:
         """Queue a request: ``params.n`` sequences of one prompt.
 
+        ``grammar`` is ``params.structured`` compiled, for callers that did so ahead of time.
         Raises InvalidRequestError, and QueueFullError when not all of its sequences fit the queue.
         """
         self.validate(prompt_token_ids, params, lora)
@@ -117,6 +121,8 @@ class Engine:
         limit = self._config.scheduler.max_waiting
         if self._scheduler.num_waiting + params.n > limit:
             raise QueueFullError(f"the queue of {limit} waiting requests is full")
+        if grammar is None and params.structured is not None:
+            grammar = self.grammars.compile(params.structured)
         now = time.monotonic()
         requests = [
             Request(
@@ -132,7 +138,8 @@ class Engine:
         ]
         self._requests[request_id] = requests
         for request in requests:
-            state = SamplingState.create(request, self.eos_token_ids, self._rng)
+            grammar_state = None if grammar is None else grammar.start()
+            state = SamplingState.create(request, self.eos_token_ids, self._rng, grammar_state)
             self._states[request.key] = state
             self._outputs.add(request, state)
             self._scheduler.add(request)

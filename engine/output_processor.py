@@ -13,6 +13,7 @@ from engine.detokenizer import Detokenizer
 from engine.outputs import FinishReason, PositionLogprobs, RequestOutput
 from engine.request import Request
 from engine.sampler import Sampled, SamplingState
+from engine.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)
@@ -52,6 +53,11 @@ class OutputProcessor:
                 stop=params.stop,
                 include_stop=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
+                shown={
+                    token_id: self.tokenizer.id_to_token(token_id) or ""
+                    for token_id in params.shown_special_token_ids
+                },
+                glued=self._glued(params),
             ),
             prompt_logprobs=_empty_prompt_logprobs(request),
         )
@@ -127,6 +133,13 @@ class OutputProcessor:
         if num_output >= sequence.max_tokens:
             return FinishReason.LENGTH, None, text + detokenizer.finish()
         return None, None, text
+
+    def _glued(self, params: SamplingParams) -> dict[int, str]:
+        """The added tokens' own texts, where no space may stand between them."""
+        if params.skip_special_tokens or params.spaces_between_special_tokens:
+            return {}
+        added = self.tokenizer.get_added_tokens_decoder()
+        return {token_id: token.content for token_id, token in added.items()}
 
     def _close(self, request: Request) -> None:
         del self._sequences[request.key]

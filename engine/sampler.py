@@ -2,8 +2,9 @@
 
 Knows SamplingParams and tokens. Knows nothing of adapters, blocks or text.
 
-The order is vLLM's: logit_bias, min_tokens, penalties, then greedy choice, or temperature, min_p,
-top_k, top_p and a draw. Log probabilities are those of the raw logits, before any of it.
+The order is vLLM's: logit_bias, min_tokens, penalties, structure, then greedy choice, or
+temperature, min_p, top_k, top_p and a draw. Log probabilities are those of the raw logits, before
+any of it.
 
 Each sequence owns its random numbers, one uniform number for each token, and draws by inverting the
 cumulative distribution. So a seeded sequence does not depend on what else is in the batch, nor on
@@ -17,7 +18,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.errors import EngineError
+from engine.errors import EngineError, InvalidRequestError
+from engine.grammar import GrammarState
 from engine.outputs import PositionLogprobs, TokenLogprob
 from engine.request import Request
 from engine.sampling_params import SamplingParams
@@ -43,10 +45,15 @@ class SamplingState:
     rng: random.Random
     prompt_tokens: frozenset[int] = frozenset()
     output_counts: Counter[int] = field(default_factory=Counter)
+    grammar: GrammarState | None = None
 
     @classmethod
     def create(
-        cls, request: Request, eos_token_ids: frozenset[int], fallback: random.Random
+        cls,
+        request: Request,
+        eos_token_ids: frozenset[int],
+        fallback: random.Random,
+        grammar: GrammarState | None = None,
     ) -> "SamplingState":
         """Start a sequence; without a seed of its own it draws from ``fallback``."""
         params = request.params
@@ -58,6 +65,7 @@ class SamplingState:
             stop_ids=eos | frozenset(params.stop_token_ids),
             rng=random.Random(f"{params.seed}:{request.index}") if has_seed else fallback,
             prompt_tokens=frozenset(request.prompt_token_ids if needs_prompt else ()),
+            grammar=grammar,
         )
 
     @property
@@ -71,7 +79,8 @@ class SamplingState:
     def changes_logits(self) -> bool:
         params = self.params
         below_minimum = self.output_counts.total() < params.min_tokens and bool(self.stop_ids)
-        return bool(params.logit_bias) or below_minimum or self.has_penalties
+        is_edited = bool(params.logit_bias) or below_minimum or self.has_penalties
+        return is_edited or self.grammar is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +100,27 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample
     states   one for each row
     """
     raw = _keep_raw(logits, states)
+    failures: dict[int, Exception] = {}
     for row, state in enumerate(states):
         if state.changes_logits:
             _apply_biases(logits[row], state)
             _apply_penalties(logits[row], state)
+            if state.grammar is not None:
+                _apply_grammar(logits, row, state.grammar, failures)
     chosen = logits.argmax(dim=-1)
     is_finite = logits.gather(1, chosen.unsqueeze(1)).isfinite().squeeze(1).tolist()
     token_ids = chosen.tolist()
     results: list[Sampled] = []
     for row, state in enumerate(states):
         if not is_finite[row]:
-            results.append(Sampled(-1, error=NonFiniteLogitsError()))
+            results.append(Sampled(-1, error=failures.get(row) or NonFiniteLogitsError()))
             continue
         token_id = token_ids[row]
         if not state.params.is_greedy:
             token_id = _draw(logits[row], state.params, state.rng.random())
         state.output_counts[token_id] += 1
+        if state.grammar is not None and token_id not in state.stop_ids:
+            state.grammar.advance(token_id)
         logprobs = None
         if state.params.logprobs is not None:
             logprobs = position_logprobs(raw[row], token_id, state.params.logprobs)
@@ -145,6 +159,20 @@ def _apply_biases(logits: torch.Tensor, state: SamplingState) -> None:
         logits.index_add_(0, _ids(ids, logits), logits.new_tensor(biases))
     if state.output_counts.total() < state.params.min_tokens and state.stop_ids:
         logits[_ids(sorted(state.stop_ids), logits)] = -torch.inf
+
+
+def _apply_grammar(
+    logits: torch.Tensor, row: int, grammar: GrammarState, failures: dict[int, Exception]
+) -> None:
+    """Rule out what the grammar forbids; a row that nothing is left of fails alone."""
+    try:
+        forbidden = grammar.forbidden()
+    except InvalidRequestError as error:
+        failures[row] = error
+        logits[row] = -torch.inf
+        return
+    if forbidden is not None:
+        logits[row].masked_fill_(forbidden.to(logits.device, non_blocking=True), -torch.inf)
 
 
 def _apply_penalties(logits: torch.Tensor, state: SamplingState) -> None:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from engine.errors import InvalidRequestError
+from engine.structured import StructuredOutput
 
 MAX_LOGPROBS = 20
 MAX_N = 128
@@ -20,6 +21,8 @@ class SamplingParams:
     filters off.
     ``logprobs`` k asks for the chosen token and the k most likely; ``prompt_logprobs`` likewise for
     each prompt token. ``max_tokens`` None generates until the context is full.
+    ``spaces_between_special_tokens`` matters only where special tokens are not skipped, and
+    ``shown_special_token_ids`` are shown even where they are.
     Raises InvalidRequestError naming the parameter.
     """
 
@@ -42,12 +45,16 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    shown_special_token_ids: tuple[int, ...] = ()
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         self._check_counts()
         self._check_distribution()
         self._check_penalties()
         self._check_stops()
+        self._check_structured()
 
     @property
     def is_greedy(self) -> bool:
@@ -93,6 +100,13 @@ class SamplingParams:
         _require(all(self.stop), "stop", list(self.stop), "must not contain an empty string")
         ids_ok = all(token_id >= 0 for token_id in self.stop_token_ids)
         _require(ids_ok, "stop_token_ids", list(self.stop_token_ids), "must not be negative")
+
+    def _check_structured(self) -> None:
+        # The end of the text is part of what is enforced.
+        if self.structured is not None:
+            for name in ("ignore_eos", "min_tokens"):
+                value = getattr(self, name)
+                _require(not value, name, value, "does not go with structured output")
 
 
 def _require(condition: bool, param: str, value: object, rule: str) -> None:

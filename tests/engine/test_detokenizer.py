@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
 from engine.detokenizer import Detokenizer
@@ -70,3 +70,19 @@ def test_special_tokens_are_skipped_unless_asked_for(tokenizer: Tokenizer) -> No
     assert "".join(pieces(Detokenizer(tokenizer, [5]), token_ids)) == "ab"
     shown = Detokenizer(tokenizer, [5], skip_special_tokens=False)
     assert "".join(pieces(shown, token_ids)) == "a</s>b"
+
+
+def test_chosen_special_tokens_are_shown_among_skipped_ones(tokenizer: Tokenizer) -> None:
+    token_ids = [*tokenizer.encode("a").ids, 1, 2, *tokenizer.encode("é").ids[:1], 1]
+    shown = Detokenizer(tokenizer, [5], shown={1: "<s>"})
+    assert "".join(pieces(shown, token_ids)) == "a<s>�<s>"
+
+
+@pytest.mark.parametrize(("glued", "expected"), [(False, "a [X] [Y] b [X]"), (True, "a [X][Y] b")])
+def test_special_tokens_stand_together_when_asked(*, glued: bool, expected: str) -> None:
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[X]": 2, "[Y]": 3}, unk_token="a"))
+    words.add_special_tokens(["[X]", "[Y]"])
+    added = {2: "[X]", 3: "[Y]"} if glued else {}
+    detokenizer = Detokenizer(words, [0], skip_special_tokens=False, glued=added)
+    text = "".join(pieces(detokenizer, [0, 2, 3, 1, 2])).strip()
+    assert text.startswith(expected)
