@@ -46,15 +46,16 @@ static void multiply_rows(const float* x, i64 rows, const T* weight, i64 stride,
                           float* out, i64 out_stride) {
   TileSplit split(rows);
   i64 width = staged_width(in);
-  // With a row or two memory sets the pace.
-  i64 ahead = rows <= 2 ? kTileOuts * stride * static_cast<i64>(sizeof(T)) : 0;
+  // Four rows of weights are too short a stream for the hardware's own prefetcher.
+  i64 ahead = kTileOuts * stride * static_cast<i64>(sizeof(T));
   for (i64 first = 0; first < split.tiles; first += kTileGroup) {
     i64 last = min(split.tiles, first + kTileGroup);
     for (i64 n = 0; n < outs; n += kTileOuts) {
-      WeightRows<T> source = {{}, in, ahead};
+      WeightRows<T> source = {{}, in, 0};
       // Past the last row it is repeated, and those sums are not used.
       for (int i = 0; i < kTileOuts; ++i) source.rows[i] = weight + min(n + i, outs - 1) * stride;
       for (i64 tile = first; tile < last; ++tile) {
+        source.prefetch_bytes = tile == first ? ahead : 0;
         i64 row = split.begin(tile);
         dot_tile(split.begin(tile + 1) - row, x + row * width, source, out + row * out_stride + n,
                  out_stride);
