@@ -161,7 +161,7 @@ class AdapterOperations:
                 await self._agreement.settle_table()
                 self.runner.record(called, phase=OperationPhase.DONE, version=current)
                 return current
-            operation = self._begin(called, found)
+            operation = await self._begin(called, found)
             with self._progress(operation, replacing=current is not None):
                 same = replace(current, pinned=load.pin) if current and is_same else None
                 committed = await self._prepare_and_commit(operation, only=None, version=same)
@@ -179,8 +179,8 @@ class AdapterOperations:
             raise AdapterNotFoundError(load.name, param="lora_name")
         return found
 
-    def _begin(self, operation: Operation, found: LoRARequest) -> Operation:
-        return self._store.begin(
+    async def _begin(self, operation: Operation, found: LoRARequest) -> Operation:
+        return await self._store.begin(
             replace(operation, digest=found.digest or "", source_uri=found.source_uri or "")
         )
 
@@ -195,15 +195,15 @@ class AdapterOperations:
             report = await self._agreement.prepare(
                 operation, only=only, timeout_s=self.settings.prepare_timeout_s
             )
-            return self._commit(operation, version or self._new_version(operation, report))
+            return await self._commit(operation, version or self._new_version(operation, report))
         except BaseException as error:
             reasons = error.reasons if isinstance(error, ClusterError) else None
             self._agreement.abort(operation, str(error) or type(error).__name__, reasons)
             raise
 
-    def _commit(self, operation: Operation, version: AdapterVersion) -> Operation:
+    async def _commit(self, operation: Operation, version: AdapterVersion) -> Operation:
         keep = self.settings.max_versions_kept
-        committed = self._agreement.commit(operation, version, keep=keep)
+        committed = await self._agreement.commit(operation, version, keep=keep)
         self._not_found.forget(operation.name)
         return committed
 
@@ -232,10 +232,10 @@ class AdapterOperations:
             alias = self._agreement.desired.alias_of(unload.name)
             if alias is not None:
                 raise AdapterInUseError(unload.name, alias)
-            operation = self._store.begin(
+            operation = await self._store.begin(
                 replace(called, digest=current.digest, source_uri=current.source_uri)
             )
-            committed = self._agreement.commit(
+            committed = await self._agreement.commit(
                 operation, current, forget=True, abort_running=unload.force
             )
             with self._progress(committed, replacing=False):
@@ -293,7 +293,7 @@ class AdapterOperations:
         self, called: Operation, current: AdapterVersion, version: AdapterVersion
     ) -> AdapterVersion:
         """Put known bytes in service; generation 0 stands for a new one."""
-        operation = self._store.begin(
+        operation = await self._store.begin(
             replace(
                 called,
                 digest=version.digest,
@@ -339,7 +339,7 @@ class AdapterOperations:
         found = await self.sources.find(name)
         if found is None:
             raise AdapterNotFoundError(name)
-        operation = self._begin(
+        operation = await self._begin(
             Operation(
                 op_id=uuid.uuid4().hex,
                 kind=OperationKind.RESOLVE,

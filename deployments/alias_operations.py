@@ -58,20 +58,20 @@ class AliasOperations:
         return await self._runner.run(called, lambda: self._delete(asked, called), limit_s)
 
     async def _set(self, asked: SetAlias, called: Operation) -> AdapterAlias:
-        async with self._names.hold(asked.name):
+        # With the targets, so that none is unloaded or loses the generation meanwhile.
+        targets = (split_adapter(target.adapter)[0] for target in asked.targets)
+        async with self._names.hold(asked.name, *targets):
             past = self._store.find_operation(called.op_id)
             if past is not None and past.phase.is_committed:
                 return _alias(past, asked.targets)
             if asked.name in self._agreement.desired.adapters:
                 raise NameConflictError(asked.name, "is an adapter's name and cannot be an alias.")
             self._find_versions(asked.targets)
-            operation = self._store.begin(called)
+            operation = await self._store.begin(called)
             try:
                 prepared = await self._prepare(operation, asked.targets)
-                # Others may have unloaded or replaced a target while the replicas prepared.
-                self._find_versions(asked.targets)
                 alias = _alias(operation, asked.targets)
-                committed = self._agreement.commit_alias(operation, alias)
+                committed = await self._agreement.commit_alias(operation, alias)
             except BaseException as error:
                 reasons = error.reasons if isinstance(error, ClusterError) else None
                 self._agreement.abort(operation, str(error) or type(error).__name__, reasons)
@@ -88,7 +88,8 @@ class AliasOperations:
                 return alias or _alias(past, ())
             if alias is None:
                 raise AliasNotFoundError(asked.name)
-            committed = self._agreement.commit_alias(self._store.begin(called), None)
+            operation = await self._store.begin(called)
+            committed = await self._agreement.commit_alias(operation, None)
             await self._agreement.settle(committed)
             return alias
 

@@ -5,6 +5,7 @@ works with ``serve run`` and on a cluster.
 """
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from resolvers.registry import check_entry, order_entries, places
 from resolvers.store import DEFAULT_MAX_ADAPTER_BYTES, DEFAULT_MAX_BYTES
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
+_S3_PLACE = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^?#]*)?")
 
 
 class _Settings(BaseModel):
@@ -143,6 +145,9 @@ class AdapterSettings(_Settings):
 class ClusterSettings(_Settings):
     """How replicas agree. ``state_dir`` holds the journal and must outlive the head node's pods.
 
+    It is a directory, or ``s3://bucket/prefix`` for clusters without a disk that does; the store
+    must honour conditional writes. ``state_endpoint_url`` is for stores that are not AWS's.
+
     That a name was not found, or could not be looked up, is believed for ``not_found_ttl_s``; names
     that nobody loaded are looked up ``max_lookups_per_s`` times a second at most.
 
@@ -151,6 +156,7 @@ class ClusterSettings(_Settings):
     """
 
     state_dir: str | None = None
+    state_endpoint_url: str | None = None
     push_dir: str | None = None
     lease_s: float = 10.0
     poll_s: float = 2.0
@@ -160,9 +166,22 @@ class ClusterSettings(_Settings):
     max_lookups_per_s: float = Field(default=100.0, gt=0)
     max_warm: int = 32
 
+    @field_validator("state_dir")
+    @classmethod
+    def _known_scheme(cls, value: str | None) -> str | None:
+        if value is not None and "://" in value and not _S3_PLACE.fullmatch(value):
+            raise ValueError(f"state_dir is a directory or s3://bucket/prefix, not {value!r}")
+        return value
+
+    def journal_uri(self, model_id: str) -> str | None:
+        """The journal's object, one for each base model; None if it is a file."""
+        if self.state_dir is None or "://" not in self.state_dir:
+            return None
+        return f"{self.state_dir.rstrip('/')}/{_file_name(model_id)}.journal"
+
     def journal_path(self, model_id: str) -> Path:
-        """The journal's file: one for each base model."""
-        return self._state_path / (model_id.replace("/", "--") + ".sqlite3")
+        """The journal's file, one for each base model, if it is not an object."""
+        return self._state_path / f"{_file_name(model_id)}.sqlite3"
 
     @property
     def push_path(self) -> Path:
@@ -171,7 +190,8 @@ class ClusterSettings(_Settings):
 
     @property
     def _state_path(self) -> Path:
-        return home() / "state" if self.state_dir is None else absolute(self.state_dir)
+        is_local = self.state_dir is not None and "://" not in self.state_dir
+        return absolute(self.state_dir or "") if is_local else home() / "state"
 
 
 class HttpOptions(_Settings):
@@ -324,6 +344,10 @@ def _with_absolute_directories(entry: dict[str, Any]) -> dict[str, Any]:
     if "directories" not in entry:
         return entry
     return {**entry, "directories": [str(absolute(path)) for path in entry["directories"]]}
+
+
+def _file_name(model_id: str) -> str:
+    return model_id.replace("/", "--")
 
 
 def _secret(value: SecretStr | None) -> str | None:

@@ -43,12 +43,13 @@ from deployments.config import DeploymentConfig
 from deployments.controller import Controller
 from deployments.controller_client import ControllerClient
 from deployments.controller_settings import ControllerSettings
+from deployments.journal_setup import open_journal
 from deployments.metrics.controller_metrics import ControllerMetrics
 from deployments.metrics.ray_export import RayExporter
 from deployments.operations import OperationQuery, OperationStatus
 from deployments.push_store import PushStore
 from deployments.source_setup import build_sources
-from deployments.state_store import SqliteStateStore
+from deployments.state_store import StateStore
 
 logger = logging.getLogger(__name__)
 
@@ -98,19 +99,20 @@ class ControllerActor:
 
     def __init__(self, deployed: Deployed) -> None:
         self._deployed = deployed
-        self._store: SqliteStateStore | None = None
+        self._store: StateStore | None = None
         self._opened: Controller | None = None
+        self._opening = asyncio.Lock()
         self._metrics = ControllerMetrics()
         RayExporter(self._metrics.registry).start()
 
     async def configure(self, deployed: Deployed) -> None:
         """Take over the settings of a newer deployment."""
-        controller = self._controller
+        controller = await self._controller()
         if deployed.deployed_at <= self._deployed.deployed_at:
             return
         self._deployed = deployed
         assert self._store is not None
-        self._store.write_setting(_DEPLOYED, deployed.to_json())
+        await self._store.write_setting(_DEPLOYED, deployed.to_json())
         sources = build_sources(deployed.config, self._metrics.observe_resolver)
         controller.configure(deployed.controller_settings(), sources)
 
@@ -119,71 +121,74 @@ class ControllerActor:
         return os.getpid()
 
     async def register(self, request: Register) -> RegisterAnswer:
-        return await self._controller.register(request)
+        return await (await self._controller()).register(request)
 
     async def watch(self, request: Watch) -> WatchAnswer:
-        return await self._controller.watch(request)
+        return await (await self._controller()).watch(request)
 
     async def report(self, member: MemberId, op_id: str, report: PrepareReport) -> None:
-        await self._controller.report(member, op_id, report)
+        await (await self._controller()).report(member, op_id, report)
 
     async def resolve(self, name: str, member: MemberId) -> Resolved:
-        return await self._controller.resolve(name, member)
+        return await (await self._controller()).resolve(name, member)
 
     async def leave(self, member: MemberId) -> None:
-        await self._controller.leave(member)
+        await (await self._controller()).leave(member)
 
     async def load(self, load: LoadAdapter, op_id: str) -> AdapterVersion:
-        return await self._controller.load(load, op_id)
+        return await (await self._controller()).load(load, op_id)
 
     async def unload(self, unload: UnloadAdapter, op_id: str) -> AdapterVersion:
-        return await self._controller.unload(unload, op_id)
+        return await (await self._controller()).unload(unload, op_id)
 
     async def pin(self, pin: PinAdapter, op_id: str) -> AdapterVersion:
-        return await self._controller.pin(pin, op_id)
+        return await (await self._controller()).pin(pin, op_id)
 
     async def roll_back(self, rollback: RollBackAdapter, op_id: str) -> AdapterVersion:
-        return await self._controller.roll_back(rollback, op_id)
+        return await (await self._controller()).roll_back(rollback, op_id)
 
     async def set_alias(self, asked: SetAlias, op_id: str) -> AdapterAlias:
-        return await self._controller.set_alias(asked, op_id)
+        return await (await self._controller()).set_alias(asked, op_id)
 
     async def delete_alias(self, asked: DeleteAlias, op_id: str) -> AdapterAlias:
-        return await self._controller.delete_alias(asked, op_id)
+        return await (await self._controller()).delete_alias(asked, op_id)
 
     async def list_aliases(self) -> list[AdapterAlias]:
-        return await self._controller.list_aliases()
+        return await (await self._controller()).list_aliases()
 
     async def list_adapters(self, query: AdapterQuery) -> list[AdapterStatus]:
-        return await self._controller.list_adapters(query)
+        return await (await self._controller()).list_adapters(query)
 
     async def get_adapter(self, name: str) -> AdapterStatus:
-        return await self._controller.get_adapter(name)
+        return await (await self._controller()).get_adapter(name)
 
     async def list_operations(self, query: OperationQuery) -> list[OperationStatus]:
-        return await self._controller.list_operations(query)
+        return await (await self._controller()).list_operations(query)
 
     async def get_operation(self, op_id: str) -> OperationStatus:
-        return await self._controller.get_operation(op_id)
+        return await (await self._controller()).get_operation(op_id)
 
     async def list_replicas(self) -> list[ReplicaStatus]:
-        return await self._controller.list_replicas()
+        return await (await self._controller()).list_replicas()
 
     async def metrics(self) -> ClusterMetrics:
-        return await self._controller.collect_metrics()
+        return await (await self._controller()).collect_metrics()
 
-    @property
-    def _controller(self) -> Controller:
+    async def _controller(self) -> Controller:
         if self._opened is None:
-            self._opened = self._open()
+            async with self._opening:
+                if self._opened is None:
+                    self._opened = await self._open()
+        assert self._store is not None
+        self._store.check_held()
         return self._opened
 
-    def _open(self) -> Controller:
+    async def _open(self) -> Controller:
         config = self._deployed.config
         if self._store is None:
-            self._store = SqliteStateStore(config.cluster.journal_path(config.public_model_id))
+            self._store = await open_journal(config.cluster, config.public_model_id)
         # Ray restarts an actor with the arguments that it was first made with.
-        stored = self._store.read_setting(_DEPLOYED)
+        stored = self._store.journal.read_setting(_DEPLOYED)
         if stored is not None:
             latest = Deployed.from_json(stored)
             if latest.deployed_at > self._deployed.deployed_at:

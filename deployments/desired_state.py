@@ -8,7 +8,7 @@ from collections import deque
 from adapters import AdapterVersion
 from deployments.aliases import split_adapter
 from deployments.cluster_protocol import AliasChange, TableChange, TableUpdate
-from deployments.state_store import StoredState
+from deployments.journal import StoredState
 
 # A replica further behind than this gets a snapshot.
 _MAX_CHANGES = 4096
@@ -36,8 +36,7 @@ class DesiredState:
             self.adapters[change.name] = change.version
             self.kept[change.name] = change.kept
             self.unloaded.discard(change.name)
-        self.table_version = table_version
-        self._changes.append((table_version, change))
+        self._append(change, table_version)
 
     def apply_alias(self, change: AliasChange, table_version: int) -> None:
         """Take in a change of an alias that the journal holds already."""
@@ -45,6 +44,11 @@ class DesiredState:
             self.aliases.pop(change.name, None)
         else:
             self.aliases[change.name] = change.alias
+        self._append(change, table_version)
+
+    def _append(self, change: TableChange | AliasChange, table_version: int) -> None:
+        # A replica at one version is told what came later: one out of order would be left out.
+        assert table_version == self.table_version + 1
         self.table_version = table_version
         self._changes.append((table_version, change))
 

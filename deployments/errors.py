@@ -19,6 +19,7 @@
     ├── OperationNotFoundError          no operation of that id is remembered
     ├── OperationConflictError          the id belongs to another operation
     ├── JournalUnavailableError         the journal cannot be written, so nothing was changed
+    │   └── JournalLostError            another controller has the journal now; this one stopped
     ├── OperationTimeoutError           an operation did not end in time; its outcome is in doubt
     ├── ReplicaUnavailableError         no replica can serve this now; try again
     └── OverloadedError                 queues are full; try again
@@ -200,6 +201,10 @@ class ResolverForbiddenError(ResolverUnavailableError):
 
 class JournalUnavailableError(ClusterError):
     """The journal cannot be written (disk full, say), so nothing was changed."""
+
+
+class JournalLostError(JournalUnavailableError):
+    """Another controller took the journal over. The one that says so has stopped for good."""
 
 
 class OperationTimeoutError(ClusterError):

@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 
 class KeyedLock:
@@ -14,8 +14,16 @@ class KeyedLock:
         self._users: Counter[str] = Counter()
 
     @asynccontextmanager
-    async def hold(self, key: str) -> AsyncIterator[None]:
-        """Wait for the key's turn and keep others out meanwhile."""
+    async def hold(self, *keys: str) -> AsyncIterator[None]:
+        """Wait for the turn of all these keys and keep others out of them meanwhile."""
+        async with AsyncExitStack() as stack:
+            # In the same order for all who need several, so that no two wait for each other.
+            for key in sorted(set(keys)):
+                await stack.enter_async_context(self._hold_one(key))
+            yield
+
+    @asynccontextmanager
+    async def _hold_one(self, key: str) -> AsyncIterator[None]:
         lock = self._locks.setdefault(key, asyncio.Lock())
         self._users[key] += 1
         try:

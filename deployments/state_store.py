@@ -1,70 +1,75 @@
-"""The durable journal: what every name means, and how far each operation got.
+"""Where the journal is kept: what a store promises, and the one on a local disk.
 
-Everything here is written before anyone is told. Knows SQL and files; knows nothing of replicas'
-answers, time-outs or Ray.
+Everything that matters is durable before anyone is told. Knows files and locks; what is in the
+journal is ``journal.py``'s. ``s3_state_store.py`` keeps it in an object instead.
 """
 
 import sqlite3
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TypeVar
 
 from adapters import AdapterVersion
 from deployments.aliases import AdapterAlias
 from deployments.cluster_protocol import MemberId, Register
 from deployments.errors import JournalUnavailableError
-from deployments.journal_tables import (
-    create_tables,
-    operation_row,
-    read_operation,
-    read_version,
-    read_versions,
-    version_text,
-    versions_text,
-)
-from deployments.operations import Operation, OperationPhase, OperationQuery
-
-# Ended operations are kept this far back, for audits and for recognising repeated calls.
-MAX_ENDED_OPERATIONS = 10_000
-_PRUNE_EVERY = 256
+from deployments.journal import Journal, StoredState
+from deployments.operations import Operation, OperationQuery
 
 # Another process may still be dying with the file open when the next controller starts.
 _LOCK_TIMEOUT_S = 10.0
 
+T = TypeVar("T")
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredState:
-    """All that a starting controller needs to know.
 
-    ``unloaded`` names were unloaded by an operator: no resolver may bring them back by itself.
+class StateStore(ABC):
+    """A durable journal that one controller holds.
+
+    What is awaited has survived a crash once it returns. If it raises JournalUnavailableError it
+    has not happened; while that is unknown it does not return. Changes that are not awaited become
+    durable soon, in order: should they be lost, the next controller finds out by itself.
     """
 
-    journal_id: str
-    table_version: int
-    adapters: dict[str, AdapterVersion] = field(default_factory=dict)
-    kept: dict[str, tuple[AdapterVersion, ...]] = field(default_factory=dict)
-    aliases: dict[str, AdapterAlias] = field(default_factory=dict)
-    unloaded: frozenset[str] = frozenset()
-    open_operations: tuple[Operation, ...] = ()
-    members: tuple[Register, ...] = ()
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
 
+    @abstractmethod
+    async def write(self, change: Callable[[], T]) -> T:
+        """Do something to the journal and make it durable, or undo it and raise."""
 
-class StateStore(Protocol):
-    """A durable journal. Each method returns only after its change would survive a crash.
+    @abstractmethod
+    def _note(self, change: Callable[[], None]) -> None:
+        """Do something to the journal that becomes durable soon."""
 
-    A change that cannot be written raises JournalUnavailableError and has not happened.
-    """
+    @abstractmethod
+    def mark(self) -> int:
+        """A point in time for ``confirm``."""
+
+    @abstractmethod
+    async def confirm(self, since: int) -> None:
+        """Return only if no other controller had taken the journal over at some time since then.
+
+        A lease may be granted only then: whoever takes over waits for leases granted before.
+        """
+
+    @abstractmethod
+    def check_held(self) -> None:
+        """Raise JournalLostError if it is known that another controller took over."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release the journal for another controller."""
 
     def load(self) -> StoredState:
         """Read everything, at start."""
+        return self.journal.load()
 
-    def begin(self, operation: Operation) -> Operation:
+    async def begin(self, operation: Operation) -> Operation:
         """Write a new operation in phase PREPARING and allocate its generation."""
+        return await self.write(lambda: self.journal.begin(operation))
 
-    def commit(
+    async def commit(
         self,
         op_id: str,
         version: AdapterVersion,
@@ -76,315 +81,92 @@ class StateStore(Protocol):
         """Change what the name means and the operation's phase to COMMITTING, in one step.
 
         ``version`` is what comes into service, or what leaves it when ``forget``; ``kept`` are
-        the earlier versions that stay known.
+        the earlier versions that stay known. Commits return in the order of their table versions.
         """
+        return await self.write(
+            lambda: self.journal.commit(op_id, version, forget=forget, now=now, kept=kept)
+        )
 
-    def commit_alias(self, op_id: str, alias: AdapterAlias | None, *, now: float) -> Operation:
+    async def commit_alias(
+        self, op_id: str, alias: AdapterAlias | None, *, now: float
+    ) -> Operation:
         """The same for an alias; None forgets it."""
+        return await self.write(lambda: self.journal.commit_alias(op_id, alias, now=now))
 
     def finish(self, op_id: str, *, now: float) -> None:
         """Move a committed operation to DONE."""
+        self._note(lambda: self.journal.finish(op_id, now=now))
 
     def abort(
         self, op_id: str, detail: str, *, now: float, reasons: Mapping[str, str] | None = None
     ) -> None:
         """Move a preparing operation to ABORTED."""
+        self._note(lambda: self.journal.abort(op_id, detail, now=now, reasons=reasons))
 
     def record(self, operation: Operation) -> None:
         """Remember an operation that ended before it began. It uses up no generation."""
+        self._note(lambda: self.journal.record(operation))
 
-    def list_operations(self, query: OperationQuery) -> list[Operation]:
-        """Return remembered operations, latest first."""
-
-    def find_operation(self, op_id: str) -> Operation | None:
-        """Return an operation that was begun, if it is still remembered."""
-
-    def add_member(self, member: Register) -> None:
+    async def add_member(self, member: Register) -> None:
         """Remember a replica, so that a restarted controller waits for its lease."""
+        await self.write(lambda: self.journal.add_member(member))
 
     def remove_member(self, member: MemberId) -> None:
         """Forget a replica."""
+        self._note(lambda: self.journal.remove_member(member))
 
-    def close(self) -> None:
-        """Release the journal for another controller."""
+    async def write_setting(self, key: str, value: str) -> None:
+        """Remember a value for the next controller."""
+        await self.write(lambda: self.journal.write_setting(key, value))
+
+    def list_operations(self, query: OperationQuery) -> list[Operation]:
+        """Return remembered operations, latest first."""
+        return self.journal.list_operations(query)
+
+    def find_operation(self, op_id: str) -> Operation | None:
+        """Return an operation that was begun, if it is still remembered."""
+        return self.journal.find_operation(op_id)
 
 
-class SqliteStateStore:
+class SqliteStateStore(StateStore):
     """The journal in one SQLite file, held exclusively: two controllers cannot both write."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            self._open(path)
-        except (OSError, sqlite3.Error) as error:
-            raise JournalUnavailableError(
-                f"cannot open the journal {path} (only one controller may hold it): {error}"
-            ) from error
+        super().__init__(_open(path))
 
-    def _open(self, path: Path) -> None:
+    async def write(self, change: Callable[[], T]) -> T:
+        """Do something to the journal; SQLite has synced it when it returns."""
+        return change()
+
+    def _note(self, change: Callable[[], None]) -> None:
+        change()
+
+    def mark(self) -> int:
+        """Nothing needs a look, since nobody else can open the file."""
+        return 0
+
+    async def confirm(self, since: int) -> None:
+        """Nothing to look at."""
+
+    def check_held(self) -> None:
+        """Held as long as this process lives."""
+
+    async def close(self) -> None:
+        """Release the journal for another controller."""
+        self.journal.close()
+
+
+def _open(path: Path) -> Journal:
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._db = sqlite3.connect(
+        db = sqlite3.connect(
             path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
-        self._db.row_factory = sqlite3.Row
-        self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=FULL")
-        create_tables(self._db)
-        with self._transaction():
-            for key, value in (
-                ("journal_id", uuid.uuid4().hex),
-                ("generation", "0"),
-                ("table_version", "0"),
-            ):
-                self._db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, value))
-
-    def load(self) -> StoredState:
-        """Read everything, at start."""
-        rows = self._db.execute("SELECT name, version, kept FROM adapters").fetchall()
-        versions = {row["name"]: read_version(row["version"]) for row in rows}
-        return StoredState(
-            journal_id=self._meta("journal_id"),
-            table_version=int(self._meta("table_version")),
-            adapters={name: version for name, version in versions.items() if version},
-            kept={row["name"]: kept for row in rows if (kept := read_versions(row["kept"]))},
-            aliases={alias.name: alias for alias in self._aliases()},
-            unloaded=frozenset(name for name, version in versions.items() if version is None),
-            open_operations=tuple(self._open_operations()),
-            members=tuple(self._members()),
-        )
-
-    def begin(self, operation: Operation) -> Operation:
-        """Write a new operation in phase PREPARING and allocate its generation."""
-        with self._transaction():
-            operation = replace(
-                operation,
-                phase=OperationPhase.PREPARING,
-                generation=self._increment("generation"),
-                ended_at=None,
-                table_version=None,
-                version=None,
-                detail="",
-            )
-            self._write(operation)
-            if operation.generation % _PRUNE_EVERY == 0:
-                self._prune()
-        return operation
-
-    def commit(
-        self,
-        op_id: str,
-        version: AdapterVersion,
-        *,
-        forget: bool,
-        now: float,
-        kept: Sequence[AdapterVersion] = (),
-    ) -> Operation:
-        """Change what the name means and the operation's phase to COMMITTING, in one step."""
-        with self._transaction():
-            operation = self._committed(op_id, now, version)
-            assert operation.table_version is not None
-            in_service = None if forget else version
-            self._put_adapter(operation.name, in_service, kept, operation.table_version)
-        return operation
-
-    def commit_alias(self, op_id: str, alias: AdapterAlias | None, *, now: float) -> Operation:
-        """Change what an alias stands for and the operation's phase, in one step."""
-        with self._transaction():
-            operation = self._committed(op_id, now, None)
-            self._db.execute("DELETE FROM aliases WHERE name = ?", (operation.name,))
-            if alias is not None:
-                self._put_alias(alias)
-        return operation
-
-    def _put_adapter(
-        self,
-        name: str,
-        version: AdapterVersion | None,
-        kept: Sequence[AdapterVersion],
-        table_version: int,
-    ) -> None:
-        text = None if version is None else version_text(version)
-        self._db.execute(
-            "INSERT OR REPLACE INTO adapters (name, version, table_version, kept) "
-            "VALUES (?, ?, ?, ?)",
-            (name, text, table_version, versions_text(kept)),
-        )
-
-    def _put_alias(self, alias: AdapterAlias) -> None:
-        self._db.execute("INSERT INTO aliases VALUES (?, ?)", (alias.name, alias.to_json()))
-
-    def _committed(self, op_id: str, now: float, version: AdapterVersion | None) -> Operation:
-        operation = replace(
-            self._require(op_id, OperationPhase.PREPARING),
-            phase=OperationPhase.COMMITTING,
-            ended_at=now,
-            table_version=self._increment("table_version"),
-            version=version,
-        )
-        self._write(operation)
-        return operation
-
-    def finish(self, op_id: str, *, now: float) -> None:
-        """Move a committed operation to DONE."""
-        with self._transaction():
-            operation = self._require(op_id, OperationPhase.COMMITTING)
-            self._write(replace(operation, phase=OperationPhase.DONE, ended_at=now))
-
-    def abort(
-        self, op_id: str, detail: str, *, now: float, reasons: Mapping[str, str] | None = None
-    ) -> None:
-        """Move a preparing operation to ABORTED."""
-        with self._transaction():
-            operation = self._require(op_id, OperationPhase.PREPARING)
-            self._write(
-                replace(
-                    operation,
-                    phase=OperationPhase.ABORTED,
-                    ended_at=now,
-                    detail=detail,
-                    reasons=dict(reasons or {}),
-                )
-            )
-
-    def record(self, operation: Operation) -> None:
-        """Remember an operation that ended before it began."""
-        with self._transaction():
-            row_id = self._write(operation)
-            if row_id % _PRUNE_EVERY == 0:
-                self._prune()
-
-    def list_operations(self, query: OperationQuery) -> list[Operation]:
-        """Return remembered operations, latest first."""
-        rows = self._db.execute(
-            "SELECT * FROM operations WHERE :name IN ('', name) AND :phase IN ('', phase) "
-            "ORDER BY started_at DESC, rowid DESC LIMIT :limit",
-            asdict(query),
-        )
-        return list(map(read_operation, rows.fetchall()))
-
-    def find_operation(self, op_id: str) -> Operation | None:
-        """Return an operation that was begun, if it is still remembered."""
-        row = self._db.execute("SELECT * FROM operations WHERE op_id = ?", (op_id,)).fetchone()
-        return None if row is None else read_operation(row)
-
-    def add_member(self, member: Register) -> None:
-        """Remember a replica, so that a restarted controller waits for its lease."""
-        with self._transaction():
-            self._db.execute(
-                "INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?)",
-                (
-                    member.member.replica_id,
-                    member.member.incarnation,
-                    member.node,
-                    member.actor_name,
-                ),
-            )
-
-    def remove_member(self, member: MemberId) -> None:
-        """Forget a replica."""
-        with self._transaction():
-            self._db.execute(
-                "DELETE FROM members WHERE replica_id = ? AND incarnation = ?",
-                (member.replica_id, member.incarnation),
-            )
-
-    def last_generation(self) -> int:
-        """The last generation that was allocated."""
-        return int(self._meta("generation"))
-
-    def restore(self, state: StoredState, *, generation: int) -> None:
-        """Replace all names by others, as another journal: replicas take everything anew."""
-        with self._transaction():
-            for table in ("adapters", "aliases", "members"):
-                self._db.execute(f"DELETE FROM {table}")
-            for key, value in (
-                ("journal_id", uuid.uuid4().hex),
-                ("generation", str(generation)),
-                ("table_version", str(state.table_version)),
-            ):
-                self._db.execute("UPDATE meta SET value = ? WHERE key = ?", (value, key))
-            for name in (*state.adapters, *state.unloaded):
-                self._put_adapter(
-                    name, state.adapters.get(name), state.kept.get(name, ()), state.table_version
-                )
-            for alias in state.aliases.values():
-                self._put_alias(alias)
-
-    def read_setting(self, key: str) -> str | None:
-        """Return what was last written under this key."""
-        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (f"setting {key}",))
-        found = row.fetchone()
-        return None if found is None else str(found["value"])
-
-    def write_setting(self, key: str, value: str) -> None:
-        """Remember a value for the next controller."""
-        with self._transaction():
-            self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"setting {key}", value))
-
-    def close(self) -> None:
-        """Release the journal for another controller."""
-        self._db.close()
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
-            yield
-            self._db.execute("COMMIT")
-        except BaseException as error:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            if isinstance(error, sqlite3.Error):
-                raise JournalUnavailableError(f"the journal cannot be written: {error}") from error
-            raise
-
-    def _meta(self, key: str) -> str:
-        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return str(row["value"])
-
-    def _increment(self, key: str) -> int:
-        value = int(self._meta(key)) + 1
-        self._db.execute("UPDATE meta SET value = ? WHERE key = ?", (str(value), key))
-        return value
-
-    def _require(self, op_id: str, phase: OperationPhase) -> Operation:
-        operation = self.find_operation(op_id)
-        if operation is None or operation.phase is not phase:
-            raise ValueError(f"operation {op_id} is not in phase {phase}: {operation}")
-        return operation
-
-    def _write(self, operation: Operation) -> int:
-        values = operation_row(operation)
-        columns = ", ".join(values)
-        marks = ", ".join(f":{column}" for column in values)
-        written = self._db.execute(
-            f"INSERT OR REPLACE INTO operations ({columns}) VALUES ({marks})", values
-        )
-        return written.lastrowid or 0
-
-    def _prune(self) -> None:
-        ended = (OperationPhase.DONE, OperationPhase.ABORTED)
-        self._db.execute(
-            "DELETE FROM operations WHERE op_id IN (SELECT op_id FROM operations "
-            "WHERE phase IN (?, ?) ORDER BY ended_at DESC LIMIT -1 OFFSET ?)",
-            (*ended, MAX_ENDED_OPERATIONS),
-        )
-
-    def _open_operations(self) -> Iterator[Operation]:
-        rows = self._db.execute(
-            "SELECT * FROM operations WHERE phase IN (?, ?) ORDER BY generation",
-            (OperationPhase.PREPARING, OperationPhase.COMMITTING),
-        ).fetchall()
-        return map(read_operation, rows)
-
-    def _aliases(self) -> Iterator[AdapterAlias]:
-        for row in self._db.execute("SELECT document FROM aliases").fetchall():
-            yield AdapterAlias.from_json(row["document"])
-
-    def _members(self) -> Iterator[Register]:
-        for row in self._db.execute("SELECT * FROM members").fetchall():
-            yield Register(
-                member=MemberId(row["replica_id"], row["incarnation"]),
-                node=row["node"],
-                actor_name=row["actor_name"],
-            )
+        db.execute("PRAGMA locking_mode=EXCLUSIVE")
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=FULL")
+        return Journal(db)
+    except (OSError, sqlite3.Error) as error:
+        raise JournalUnavailableError(
+            f"cannot open the journal {path} (only one controller may hold it): {error}"
+        ) from error

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from adapters import AdapterVersion
 from deployments.aliases import AdapterAlias
-from deployments.state_store import SqliteStateStore, StoredState
+from deployments.journal import Journal, StoredState
 
 _FORMAT = "lorafleet-state-1"
 
@@ -33,11 +33,11 @@ class JournalNotEmptyError(ValueError):
     """The journal holds names already, which an import would replace."""
 
 
-def export_state(store: SqliteStateStore) -> dict[str, Any]:
+def export_state(journal: Journal) -> dict[str, Any]:
     """Read a journal into a document."""
-    stored = store.load()
+    stored = journal.load()
     document = StateDocument(
-        generation=store.last_generation(),
+        generation=journal.last_generation(),
         table_version=stored.table_version,
         adapters=stored.adapters,
         kept=stored.kept,
@@ -47,21 +47,21 @@ def export_state(store: SqliteStateStore) -> dict[str, Any]:
     return document.model_dump(mode="json")
 
 
-def import_state(store: SqliteStateStore, text: str | bytes, *, replace: bool = False) -> int:
+def import_state(journal: Journal, text: str | bytes, *, replace: bool = False) -> int:
     """Write a document to a journal and return how many names it holds.
 
     Raises JournalNotEmptyError unless the journal is empty or ``replace`` is given, and a
     ValueError for what is no such document.
     """
     document = TypeAdapter(StateDocument).validate_json(text)
-    present = store.load()
+    present = journal.load()
     if (present.adapters or present.aliases or present.unloaded) and not replace:
         raise JournalNotEmptyError(
             f"the journal holds {len(present.adapters)} adapters and {len(present.aliases)} "
             f"aliases already"
         )
     # A version that any replica has seen must not come again with another meaning.
-    store.restore(
+    journal.restore(
         StoredState(
             journal_id=present.journal_id,
             table_version=max(document.table_version, present.table_version) + 1,
@@ -70,7 +70,7 @@ def import_state(store: SqliteStateStore, text: str | bytes, *, replace: bool = 
             aliases=document.aliases,
             unloaded=frozenset(document.unloaded),
         ),
-        generation=max(document.generation, store.last_generation()),
+        generation=max(document.generation, journal.last_generation()),
     )
     return len(document.adapters)
 

@@ -31,8 +31,8 @@ from deployments.errors import (
     OperationTimeoutError,
     ReplicaUnavailableError,
 )
-from deployments.membership import Member, Membership
 from deployments.journal import StoredState
+from deployments.membership import Member, Membership
 from deployments.operations import Operation, OperationPhase, ReplicaPhase, ReplicaProgress
 from deployments.state_store import StateStore
 

@@ -1,17 +1,18 @@
 """The command ``lorafleet state``: copies a stopped cluster's journal out and in."""
 
+import asyncio
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from deployments.config import ClusterSettings
 from deployments.errors import JournalUnavailableError
-from deployments.state_store import SqliteStateStore
+from deployments.journal_setup import open_journal, read_journal
 from deployments.state_transfer import describe, export_state, import_state
 
 FAILED = 1
@@ -19,18 +20,25 @@ FAILED = 1
 state_app = typer.Typer(no_args_is_help=True, help="Export and import what adapter names mean.")
 
 Model = Annotated[str, typer.Option(help="the base model's public id")]
-StateDir = Annotated[str | None, typer.Option(help="the deployment's state_dir")]
+StateDir = Annotated[
+    str | None, typer.Option(help="the deployment's state_dir, a directory or s3://bucket/prefix")
+]
+EndpointUrl = Annotated[
+    str | None, typer.Option(help="the deployment's state_endpoint_url, for S3 that is not AWS's")
+]
 
 
 @state_app.command("export")
 def export_command(
     model: Model,
     state_dir: StateDir = None,
+    endpoint_url: EndpointUrl = None,
     output: Annotated[Path | None, typer.Option(help="a file instead of the terminal")] = None,
 ) -> None:
-    """Write names, versions and aliases as JSON. The controller must be stopped."""
-    with _journal(model, state_dir, must_exist=True) as store:
-        document = export_state(store)
+    """Write names, versions and aliases as JSON. A journal on a disk must be free."""
+    settings = ClusterSettings(state_dir=state_dir, state_endpoint_url=endpoint_url)
+    with _told():
+        document = asyncio.run(_export(settings, model))
     text = json.dumps(document, indent=2)
     if output is None:
         typer.echo(text)
@@ -44,13 +52,14 @@ def import_command(
     model: Model,
     source: Annotated[Path, typer.Argument(help="a file that export wrote; - for standard input")],
     state_dir: StateDir = None,
+    endpoint_url: EndpointUrl = None,
     replace: Annotated[bool, typer.Option("--replace", help="drop what is there now")] = False,
 ) -> None:
     """Read what export wrote into a journal. The controller must be stopped."""
     text = sys.stdin.read() if str(source) == "-" else source.read_text()
-    with _journal(model, state_dir, must_exist=False) as store:
-        import_state(store, text, replace=replace)
-        document = export_state(store)
+    settings = ClusterSettings(state_dir=state_dir, state_endpoint_url=endpoint_url)
+    with _told():
+        document = asyncio.run(_import(settings, model, text, replace=replace))
     typer.echo(f"imported {_count(document)}")
 
 
@@ -59,17 +68,30 @@ def _count(document: dict[str, object]) -> str:
     return f"{counts['adapters']} adapters and {counts['aliases']} aliases"
 
 
-@contextmanager
-def _journal(model: str, state_dir: str | None, *, must_exist: bool) -> Iterator[SqliteStateStore]:
-    path = ClusterSettings(state_dir=state_dir).journal_path(model)
+async def _export(settings: ClusterSettings, model: str) -> dict[str, Any]:
+    journal = await read_journal(settings, model)
     try:
-        if must_exist and not path.is_file():
-            raise ValueError(f"there is no journal {path}")
-        store = SqliteStateStore(path)
-        try:
-            yield store
-        finally:
-            store.close()
+        return export_state(journal)
+    finally:
+        journal.close()
+
+
+async def _import(
+    settings: ClusterSettings, model: str, text: str, *, replace: bool
+) -> dict[str, Any]:
+    store = await open_journal(settings, model)
+    try:
+        await store.write(lambda: import_state(store.journal, text, replace=replace))
+        return export_state(store.journal)
+    finally:
+        await store.close()
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Say what went wrong in one line."""
+    try:
+        yield
     except (JournalUnavailableError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(FAILED) from error

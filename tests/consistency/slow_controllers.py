@@ -37,8 +37,8 @@ class _HastyAgreement(TwoPhase):
 class HastyController(SlowController):
     """The mutation that the checker must find."""
 
-    def _open(self) -> Controller:
-        controller = super()._open()
+    async def _open(self) -> Controller:
+        controller = await super()._open()
         controller._agreement.__class__ = _HastyAgreement
         return controller
 

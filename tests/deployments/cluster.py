@@ -5,8 +5,8 @@ The network between them can be cut and the controller killed at any point.
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,20 +50,31 @@ class FragileStore(SqliteStateStore):
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        if name not in ("begin", "commit", "commit_alias", "finish", "abort"):
-            return value
+        if name in ("begin", "commit", "commit_alias"):
 
-        def step(*args: Any, **kwargs: Any) -> Any:
-            if self.is_dead:
-                raise Killed
-            if self.die_before == name:
-                self._die()
-            result = value(*args, **kwargs)
-            if self.die_after == name:
-                self._die()
-            return result
+            async def awaited(*args: Any, **kwargs: Any) -> Any:
+                with self._step(name):
+                    return await value(*args, **kwargs)
 
-        return step
+            return awaited
+        if name in ("finish", "abort"):
+
+            def step(*args: Any, **kwargs: Any) -> Any:
+                with self._step(name):
+                    return value(*args, **kwargs)
+
+            return step
+        return value
+
+    @contextmanager
+    def _step(self, name: str) -> Iterator[None]:
+        if self.is_dead:
+            raise Killed
+        if self.die_before == name:
+            self._die()
+        yield
+        if self.die_after == name:
+            self._die()
 
     def _die(self) -> None:
         self.on_death()
@@ -199,7 +210,7 @@ class Cluster:
     def kill_controller(self) -> None:
         """End the controller as kill -9 would: nothing more reaches the journal."""
         self.store.is_dead = True
-        self.store.close()
+        self.store.journal.close()
         self._up.clear()
         self.death.set()
         for task in tuple(self.controller._operations.runner.tasks.values()):
@@ -235,7 +246,7 @@ class Cluster:
         return await self.controller.unload(unload, op_id or f"unload-{name}-{self.clock.now()}")
 
     def phases(self) -> dict[str, str]:
-        rows = self.store._db.execute("SELECT op_id, phase FROM operations").fetchall()
+        rows = self.store.journal._db.execute("SELECT op_id, phase FROM operations").fetchall()
         return {row["op_id"]: row["phase"] for row in rows}
 
     async def close(self) -> None:

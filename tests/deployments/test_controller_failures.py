@@ -252,7 +252,7 @@ async def test_lost_journal_does_not_leave_replicas_on_the_old_table(cluster: Cl
 async def test_journal_that_cannot_be_written_changes_nothing(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster.store._db.execute("PRAGMA max_page_count = 1")
+    cluster.store.journal._db.execute("PRAGMA max_page_count = 1")
     path = cluster.write_adapter("sql")
     with pytest.raises(JournalUnavailableError):
         for index in range(1000):

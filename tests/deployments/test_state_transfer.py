@@ -1,11 +1,12 @@
 """State moves between journals, by functions and by ``lorafleet state``."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from deployments import state_store
 from deployments.aliases import AliasTarget
@@ -32,8 +33,8 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
 
 
 async def test_everything_that_names_mean_goes_along(cluster: Cluster, tmp_path: Path) -> None:
-    text = json.dumps(export_state(cluster.store))
-    other = SqliteStateStore(tmp_path / "other.sqlite3")
+    text = json.dumps(export_state(cluster.store.journal))
+    other = SqliteStateStore(tmp_path / "other.sqlite3").journal
     assert import_state(other, text) == 1
     here, there = cluster.store.load(), other.load()
     for part in ("adapters", "kept", "aliases", "unloaded"):
@@ -41,28 +42,28 @@ async def test_everything_that_names_mean_goes_along(cluster: Cluster, tmp_path:
     assert there.journal_id != here.journal_id
     assert there.table_version > here.table_version
     assert there.members == ()
-    assert other.last_generation() == cluster.store.last_generation()
+    assert other.last_generation() == cluster.store.journal.last_generation()
     other.close()
 
 
 async def test_an_import_does_not_take_generations_back(cluster: Cluster, tmp_path: Path) -> None:
-    text = json.dumps({**export_state(cluster.store), "generation": 1, "table_version": 1})
+    text = json.dumps({**export_state(cluster.store.journal), "generation": 1, "table_version": 1})
     before = cluster.store.load()
-    generation = cluster.store.last_generation()
+    generation = cluster.store.journal.last_generation()
     with pytest.raises(JournalNotEmptyError, match="1 adapters and 1 aliases"):
-        import_state(cluster.store, text)
-    import_state(cluster.store, text, replace=True)
-    assert cluster.store.last_generation() == generation
+        import_state(cluster.store.journal, text)
+    import_state(cluster.store.journal, text, replace=True)
+    assert cluster.store.journal.last_generation() == generation
     assert cluster.store.load().table_version > before.table_version
 
 
 async def test_replicas_adopt_an_imported_state(cluster: Cluster) -> None:
-    document = export_state(cluster.store)
+    document = export_state(cluster.store.journal)
     expected = (await cluster.controller.get_adapter("sql")).version
     cluster.kill_controller()
     for path in cluster.root.glob("journal.sqlite3*"):
         path.unlink()
-    store = SqliteStateStore(cluster.root / "journal.sqlite3")
+    store = SqliteStateStore(cluster.root / "journal.sqlite3").journal
     import_state(store, json.dumps(document))
     store.close()
     cluster.start_controller()
@@ -75,7 +76,7 @@ async def test_replicas_adopt_an_imported_state(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "other"}'])
 def test_other_documents_are_refused(tmp_path: Path, text: str) -> None:
-    store = SqliteStateStore(tmp_path / "journal.sqlite3")
+    store = SqliteStateStore(tmp_path / "journal.sqlite3").journal
     with pytest.raises(ValueError, match="StateDocument"):
         import_state(store, text)
     assert store.load().adapters == {}
@@ -87,21 +88,26 @@ async def test_the_command_moves_a_journal(
 ) -> None:
     monkeypatch.setattr(state_store, "_LOCK_TIMEOUT_S", 0.05)
     source, target = tmp_path / "source", tmp_path / "target"
-    store = SqliteStateStore(ClusterSettings(state_dir=str(source)).journal_path("team/model"))
-    import_state(store, json.dumps(export_state(cluster.store)))
+    place = ClusterSettings(state_dir=str(source)).journal_path("team/model")
+    store = SqliteStateStore(place).journal
+    import_state(store, json.dumps(export_state(cluster.store.journal)))
     runner, file = CliRunner(), tmp_path / "state.json"
+
+    async def invoke(*arguments: str) -> Result:
+        return await asyncio.to_thread(runner.invoke, app, arguments)
+
     common = ["--model", "team/model", "--state-dir"]
     export = ["state", "export", *common, str(source), "--output", str(file)]
-    running = runner.invoke(app, export)
+    running = await invoke(*export)
     assert running.exit_code == 1
     assert "only one controller" in running.output
     store.close()
-    assert "exported 1 adapters and 1 aliases" in runner.invoke(app, export).output
+    assert "exported 1 adapters and 1 aliases" in (await invoke(*export)).output
     load = ["state", "import", *common, str(target), str(file)]
-    assert "imported 1 adapters and 1 aliases" in runner.invoke(app, load).output
-    assert runner.invoke(app, load).exit_code == 1
-    assert runner.invoke(app, [*load, "--replace"]).exit_code == 0
-    shown = runner.invoke(app, ["state", "export", *common, str(target)])
+    assert "imported 1 adapters and 1 aliases" in (await invoke(*load)).output
+    assert (await invoke(*load)).exit_code == 1
+    assert (await invoke(*load, "--replace")).exit_code == 0
+    shown = await invoke("state", "export", *common, str(target))
     assert json.loads(shown.output)["adapters"].keys() == {"sql"}
-    missing = runner.invoke(app, ["state", "export", *common, str(tmp_path / "nothing")])
+    missing = await invoke("state", "export", *common, str(tmp_path / "nothing"))
     assert (missing.exit_code, "no journal" in missing.output) == (1, True)

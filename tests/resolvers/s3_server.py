@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -38,8 +38,9 @@ class Reset(Exception):
 class Fault:
     """Something that goes wrong for the next ``times`` requests that match.
 
-    ``before`` runs before the server is asked and may raise Reset, ``change`` replaces the answer,
-    ``keep`` ends the connection after so many bytes of the body.
+    ``before`` runs before the server is asked and may raise Reset, ``instead`` answers without
+    asking it, ``change`` replaces its answer, ``keep`` ends the connection after so many bytes of
+    the body.
     """
 
     before: Callable[[], object] | None = None
@@ -47,6 +48,7 @@ class Fault:
     keep: int | None = None
     match: str = ""
     times: int = 1
+    instead: Callable[[Answer], Answer] | None = None
 
 
 def refuse(status: int, code: str) -> Callable[[Answer], Answer]:
@@ -76,9 +78,7 @@ class FaultyProxy:
         for index, fault in enumerate(self.faults):
             if fault.match in line:
                 if fault.times > 1:
-                    self.faults[index] = Fault(
-                        fault.before, fault.change, fault.keep, fault.match, fault.times - 1
-                    )
+                    self.faults[index] = replace(fault, times=fault.times - 1)
                 else:
                     del self.faults[index]
                 return fault
@@ -118,7 +118,11 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if fault.before is not None:
                 fault.before()
-            answer = self._ask()
+            body = self._read_body()
+            if fault.instead is not None:
+                self._send(fault.instead(Answer(200, {}, b"")), None)
+                return
+            answer = self._ask(body)
             self._send(answer if fault.change is None else fault.change(answer), fault.keep)
         except Reset:
             linger = struct.pack("ii", 1, 0)
@@ -127,12 +131,18 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError:
             self.close_connection = True  # The client went away.
 
-    do_HEAD = do_GET
+    do_HEAD = do_PUT = do_DELETE = do_GET
 
-    def _ask(self) -> Answer:
+    def _read_body(self) -> bytes | None:
+        # http.server answers "Expect: 100-continue" by itself.
+        del self.headers["Expect"]
+        length = int(self.headers.get("Content-Length", 0))
+        return self.rfile.read(length) if length else None
+
+    def _ask(self, body: bytes | None) -> Answer:
         connection = http.client.HTTPConnection("127.0.0.1", self.owner.upstream, timeout=30)
         try:
-            connection.request(self.command, self.path, headers=dict(self.headers))
+            connection.request(self.command, self.path, body, headers=dict(self.headers))
             response = connection.getresponse()
             return Answer(response.status, dict(response.getheaders()), response.read())
         finally:
