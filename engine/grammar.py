@@ -80,7 +80,8 @@ class GrammarCompiler:
 
     def compile(self, structured: StructuredOutput) -> Grammar:
         """Prepare a restriction; InvalidRequestError for one that cannot be enforced."""
-        after_id = self._token_id(structured.after) if structured.after else None
+        after_id = self._token_id(structured, structured.after)
+        opens_id = self._token_id(structured, structured.opens)
         with self._lock:
             matcher = self._compiled.pop(structured, None)
             if matcher is None:
@@ -90,12 +91,18 @@ class GrammarCompiler:
                 self._compiled.popitem(last=False)
 
         def start() -> GrammarState:
-            return GrammarState(matcher.deep_copy(), self._threads, self._vocab_size, after_id)
+            return GrammarState(
+                matcher.deep_copy(),
+                self._threads,
+                self._vocab_size,
+                after_id=after_id,
+                opens_id=opens_id,
+            )
 
         return Grammar(start)
 
     def _compile(self, structured: StructuredOutput) -> LLMatcher:
-        vocabulary = self._prepare_vocabulary()
+        vocabulary = self._prepare_vocabulary(structured)
         try:
             source = _to_lark(structured)
         except InvalidRequestError:
@@ -108,13 +115,13 @@ class GrammarCompiler:
             raise _refused(structured, matcher.get_error())
         return matcher
 
-    def _prepare_vocabulary(self) -> LLTokenizer:
+    def _prepare_vocabulary(self, structured: StructuredOutput) -> LLTokenizer:
         if self._vocabulary is not None:
             return self._vocabulary
         if not self._eos_token_ids:
             raise InvalidRequestError(
                 "structured output needs a model that has an end-of-sequence token",
-                param="structured_outputs",
+                param=structured.field,
             )
         try:
             self._vocabulary = from_tokenizer(
@@ -126,33 +133,46 @@ class GrammarCompiler:
             logger.exception("this tokenizer cannot be used for structured output")
             raise InvalidRequestError(
                 "structured output is not possible with this model's tokenizer",
-                param="structured_outputs",
+                param=structured.field,
             ) from error
         return self._vocabulary
 
-    def _token_id(self, token: str) -> int:
+    def _token_id(self, structured: StructuredOutput, token: str) -> int | None:
+        if not token:
+            return None
         token_id = self._tokenizer.get_vocab().get(token)
         if token_id is None:
             raise InvalidRequestError(
                 f"this model has no token {token!r} behind which structured output could begin",
-                param="structured_outputs",
+                param=structured.field,
             )
         return int(token_id)
 
 
 class GrammarState:
-    """Where one sequence stands in its grammar. Used by one thread."""
+    """Where one sequence stands in its grammar. Used by one thread.
+
+    The grammar begins behind the token ``after_id``; with ``opens_id``, at once unless the first
+    token is that one.
+    """
 
     def __init__(
-        self, matcher: LLMatcher, threads: Executor, vocab_size: int, after_id: int | None
+        self,
+        matcher: LLMatcher,
+        threads: Executor,
+        vocab_size: int,
+        *,
+        after_id: int | None,
+        opens_id: int | None,
     ) -> None:
         self._matcher = matcher
         self._threads = threads
         self._vocab_size = vocab_size
         self._after_id = after_id
+        self._opens_id = opens_id
         self._mask: Future[torch.Tensor] | None = None
-        if after_id is None:
-            self._mask = threads.submit(self._compute, None)
+        if after_id is None or opens_id is not None:
+            self._mask = threads.submit(self._compute, None, opens_id)
 
     def forbidden(self) -> torch.Tensor | None:
         """Which tokens must not come next, bool [vocab]; None while everything may."""
@@ -160,18 +180,23 @@ class GrammarState:
 
     def advance(self, token_id: int) -> None:
         """Account for a token that was chosen, and begin the next mask."""
-        if self._mask is not None:
+        opens, self._opens_id = token_id == self._opens_id, None
+        if opens:
+            self._mask = None
+        elif self._mask is not None:
             self._mask = self._threads.submit(self._compute, token_id)
         elif token_id == self._after_id:
             self._mask = self._threads.submit(self._compute, None)
 
-    def _compute(self, token_id: int | None) -> torch.Tensor:
+    def _compute(self, token_id: int | None, also_allowed: int | None = None) -> torch.Tensor:
         if token_id is not None and not self._matcher.consume_token(token_id):
             raise GrammarFailedError(self._matcher.get_error())
         packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise GrammarFailedError(self._matcher.get_error())
         bits = np.unpackbits(packed, count=self._vocab_size, bitorder="little")
+        if also_allowed is not None:
+            bits[also_allowed] = 1
         return torch.from_numpy(bits == 0)
 
 
@@ -200,5 +225,5 @@ def _refused(structured: StructuredOutput, reason: str) -> InvalidRequestError:
     return InvalidRequestError(
         f"structured output: the {structured.kind} cannot be enforced: "
         f"{reason.strip()[:_MAX_MESSAGE_CHARS]}",
-        param="structured_outputs",
+        param=structured.field,
     )

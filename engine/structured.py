@@ -14,9 +14,13 @@ class StructuredOutput:
 
     ``source`` is a JSON schema's text, a regular expression, the allowed texts (``choice``), or a
     grammar in Lark's or GBNF's notation. With ``after``, which must be one token, the restriction
-    begins behind that token: what comes before it, a model's reasoning, is free.
+    begins behind that token: what comes before it, a model's reasoning, is free. With ``opens``,
+    one token as well, only a text that begins with that token has such a free part.
+    ``field`` is the request's field that it came from, for errors.
     """
 
     kind: StructureKind
     source: str | tuple[str, ...]
     after: str = ""
+    opens: str = ""
+    field: str = "structured_outputs"

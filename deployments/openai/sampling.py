@@ -2,6 +2,7 @@
 
 from deployments.openai.failures import ApiError
 from deployments.openai.schema import ChatBody, CompletionBody, GenerationBody
+from deployments.openai.structured import structured_output
 from engine.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams
 
@@ -103,6 +104,8 @@ def _params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         skip_special_tokens=body.skip_special_tokens,
+        spaces_between_special_tokens=body.spaces_between_special_tokens,
+        structured=structured_output(body),
     )
 
 

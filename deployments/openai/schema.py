@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from deployments.openai.body import Body
+from deployments.openai.structured import StructuredFields
 from deployments.openai.unsupported import REFUSED_CHAT, REFUSED_COMPLETION, Refused
 
 # Values travel to tensors and other processes, so no integer may outgrow 64 bits.
@@ -35,7 +36,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] | None = None
 
 
-class GenerationBody(Body):
+class GenerationBody(Body, StructuredFields):
     """What completions and chat completions have in common."""
 
     model: str = ""
@@ -56,6 +57,7 @@ class GenerationBody(Body):
     repetition_penalty: float = 1.0
     logit_bias: dict[str, float] = Field(default_factory=dict)
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     prompt_logprobs: Int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None

@@ -14,7 +14,6 @@ Refused = Mapping[str, tuple[object, ...]]
 
 _NEVER: tuple[object, ...] = ()
 _OFF = (False,)
-_PLAIN_TEXT = ({"type": "text"},)
 
 _REFUSED_EVERYWHERE: Refused = {
     "allowed_token_ids": _NEVER,
@@ -23,11 +22,7 @@ _REFUSED_EVERYWHERE: Refused = {
     "detokenize": (True,),
     "early_stopping": _OFF,
     "ec_transfer_params": _NEVER,
-    "guided_choice": _NEVER,
     "guided_decoding_backend": _NEVER,
-    "guided_grammar": _NEVER,
-    "guided_json": _NEVER,
-    "guided_regex": _NEVER,
     "guided_whitespace_pattern": _NEVER,
     "kv_transfer_params": _NEVER,
     "length_penalty": (1, 1.0),
@@ -36,10 +31,7 @@ _REFUSED_EVERYWHERE: Refused = {
     "mm_processor_kwargs": ({},),
     "repetition_detection": _NEVER,
     "request_id": _NEVER,
-    "response_format": _PLAIN_TEXT,
-    "spaces_between_special_tokens": (True,),
     "structural_tag": _NEVER,
-    "structured_outputs": _NEVER,
     "thinking_token_budget": _NEVER,
     "truncation_side": ("left",),
     "use_beam_search": _OFF,

@@ -165,3 +165,20 @@ async def test_a_model_without_a_chat_template_says_so(client: Client) -> None:
     response = await client.post("/v1/chat/completions", json=body)
     assert response.status_code == 400
     assert "template" in response.json()["error"]["message"]
+
+
+async def test_structured_output_matches_and_a_bad_grammar_is_named(client: Client) -> None:
+    document = await complete(client, structured_outputs={"regex": "[0-9]{5}"}, max_tokens=50)
+    choice = document["choices"][0]
+    assert choice["text"].isdigit() and len(choice["text"]) == 5
+    assert choice["finish_reason"] == "stop"
+    for field, value in {
+        "structured_outputs": {"regex": "("},
+        "guided_grammar": "start: nowhere",
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "n", "schema": {"type": "array", "uniqueItems": True}},
+        },
+    }.items():
+        response = await client.post(COMPLETIONS, json={"prompt": PROMPT, field: value})
+        assert_error(response, 400, field)

@@ -127,6 +127,24 @@ def test_before_its_marker_everything_may_come(compiler: GrammarCompiler) -> Non
     assert forbidden.sum() == VOCAB_SIZE - 1
 
 
+def test_only_a_text_that_opens_so_has_a_free_part(compiler: GrammarCompiler) -> None:
+    structured = StructuredOutput(kind="choice", source=("ok",), opens="<s>", after="<pad>")
+    letter = spell(compiler, "o")[0]
+    free, bound = compiler.compile(structured).start(), compiler.compile(structured).start()
+    first = free.forbidden()
+    assert first is not None
+    assert (~first).nonzero().flatten().tolist() == [1, letter]
+    for token_id in (1, 50, 1):
+        free.advance(token_id)
+        assert free.forbidden() is None
+    free.advance(0)
+    bound.advance(letter)
+    for state, expected in ((free, letter), (bound, spell(compiler, "k")[0])):
+        forbidden = state.forbidden()
+        assert forbidden is not None
+        assert (~forbidden).nonzero().flatten().tolist() == [expected]
+
+
 def test_sequences_of_one_grammar_do_not_disturb_each_other(compiler: GrammarCompiler) -> None:
     grammar = compiler.compile(StructuredOutput(kind="choice", source=("ab", "cd")))
     first, second = grammar.start(), grammar.start()
