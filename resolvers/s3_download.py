@@ -1,7 +1,9 @@
 """Downloads an adapter's objects in parallel ranges and hashes them in order, as they come.
 
 Each range is asked for with the ETag that was listed, so all bytes are of one version of an
-object. Knows nothing of what the files mean or of where adapters are kept.
+object. Ranges go to their place in the staged file at once; what is hashed is read back from
+there, and synced while the next ranges are on their way. Knows nothing of what the files mean or of
+where adapters are kept.
 """
 
 import hashlib
@@ -9,9 +11,8 @@ import logging
 import re
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -52,12 +53,6 @@ class _Part:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Received:
-    data: bytearray
-    etag_is_md5: bool
-
-
 @dataclass(slots=True)
 class _Progress:
     what: str
@@ -95,10 +90,10 @@ class Download:
         progress = _Progress(what, sum(file.size for file in files))
         pool = ThreadPoolExecutor(self.concurrency, thread_name_prefix="s3")
         try:
-            received = self._receive(pool, [part for file in files for part in self._parts(file)])
+            parts = [part for file in files for part in self._parts(file)]
+            received = self._receive(pool, parts)
             for file in files:
-                chunks = self._checked(file, received, progress)
-                builder.add(Path(file.name), file.size, chunks)
+                builder.add(Path(file.name), file.size, self._checked(file, received, progress))
         finally:
             pool.shutdown(cancel_futures=True)
         return builder.hexdigest()
@@ -107,37 +102,35 @@ class Download:
         for start in range(0, file.size, self.part_bytes):
             yield _Part(file, start, min(start + self.part_bytes, file.size))
 
-    def _receive(self, pool: ThreadPoolExecutor, parts: list[_Part]) -> Iterator[_Received]:
-        """Yield parts in order while the next ones are on their way."""
-        waiting = iter(parts)
-        # Parts in flight and a few that wait to be hashed: this bounds the memory.
-        window = self.concurrency + 2
-        running: deque[Future[_Received]] = deque(
-            pool.submit(self._fetch, part) for part in islice(waiting, window)
-        )
-        while running:
-            yield running.popleft().result()
-            running.extend(pool.submit(self._fetch, part) for part in islice(waiting, 1))
+    def _receive(
+        self, pool: ThreadPoolExecutor, parts: list[_Part]
+    ) -> Iterator[tuple[_Part, bool]]:
+        """Yield parts in order, each when it is there, and whether its ETag is an MD5."""
+        futures = [pool.submit(self._fetch, part) for part in parts]
+        for part, future in zip(parts, futures, strict=True):
+            yield part, future.result()
 
     def _checked(
-        self, file: RemoteFile, received: Iterator[_Received], progress: _Progress
-    ) -> Iterator[bytearray]:
+        self, file: RemoteFile, received: Iterator[tuple[_Part, bool]], progress: _Progress
+    ) -> Iterator[bytes]:
         md5 = hashlib.md5(usedforsecurity=False)
         expected = _MD5.fullmatch(file.etag)
         is_checked = expected is not None
-        for part in islice(received, len(range(0, file.size, self.part_bytes))):
-            is_checked = is_checked and part.etag_is_md5
-            if is_checked:
-                md5.update(part.data)
-            progress.add(len(part.data))
-            yield part.data
+        for part, etag_is_md5 in islice(received, len(range(0, file.size, self.part_bytes))):
+            is_checked = is_checked and etag_is_md5
+            for chunk in self.staging.read(file.name, part.start, part.end):
+                if is_checked:
+                    md5.update(chunk)
+                yield chunk
+            self.staging.sync(file.name)
+            progress.add(part.end - part.start)
         if expected is not None and is_checked and file.size and md5.hexdigest() != expected[1]:
             raise ObjectChangedError(f"the content of {file.name} is not what its ETag says")
 
-    def _fetch(self, part: _Part) -> _Received:
+    def _fetch(self, part: _Part) -> bool:
         return self.retrying.copy()(self._fetch_once, part)
 
-    def _fetch_once(self, part: _Part) -> _Received:
+    def _fetch_once(self, part: _Part) -> bool:
         self._check_cancelled()
         try:
             response = self.client.get_object(
@@ -153,29 +146,22 @@ class Download:
         if response["ETag"] != part.file.etag:
             response["Body"].close()
             raise ObjectChangedError(f"{part.file.name} changed")
-        data = self._read(response, part.end - part.start)
-        self.staging.write(part.file.name, part.start, data)
-        return _Received(data, self._etag_is_md5(response))
+        self._write(response, part)
+        return self._etag_is_md5(response)
 
-    def _read(self, response: "GetObjectOutputTypeDef", size: int) -> bytearray:
-        data = bytearray(size)
-        received = 0
+    def _write(self, response: "GetObjectOutputTypeDef", part: _Part) -> None:
+        position = part.start
         body = response["Body"]
         try:
-            with memoryview(data) as view:
-                while received < size:
-                    chunk = view[received : received + _CHUNK]
-                    count = body.readinto(chunk)  # type: ignore[arg-type]
-                    if not count:
-                        break
-                    self._check_cancelled()
-                    received += count
+            while chunk := body.read(min(_CHUNK, part.end - position)):
+                self._check_cancelled()
+                self.staging.write(part.file.name, position, chunk)
+                position += len(chunk)
             is_longer = bool(body.read(1))
         finally:
             body.close()
-        if received != size or is_longer:
-            raise TruncatedError(f"not {size} bytes, as asked for")
-        return data
+        if position != part.end or is_longer:
+            raise TruncatedError(f"not {part.end - part.start} bytes, as asked for")
 
     def _etag_is_md5(self, response: "GetObjectOutputTypeDef") -> bool:
         """Encrypted objects and directory buckets have ETags that only look like an MD5."""

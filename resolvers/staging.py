@@ -16,6 +16,7 @@ from adapters import AdapterFiles, DigestBuilder
 from resolvers.file_lock import lock_existing
 
 _CHUNK = 4 << 20
+_READ_CHUNK = 1 << 20
 
 
 class Staging:
@@ -54,6 +55,15 @@ class Staging:
         while view:
             count = os.pwrite(self._files[name], view, offset)
             view, offset = view[count:], offset + count
+
+    def read(self, name: str, start: int, end: int) -> Iterator[bytes]:
+        """What is in part of a file by now, in chunks."""
+        for offset in range(start, end, _READ_CHUNK):
+            yield os.pread(self._files[name], min(_READ_CHUNK, end - offset), offset)
+
+    def sync(self, name: str) -> None:
+        """Bring what was written so far to the disk, so that little is left to do at the end."""
+        os.fdatasync(self._files[name])
 
     def copy(self, files: AdapterFiles) -> str:
         """Copy an adapter's files and return the digest of what was copied."""
