@@ -151,8 +151,9 @@ class ClusterSettings(_Settings):
     That a name was not found, or could not be looked up, is believed for ``not_found_ttl_s``; names
     that nobody loaded are looked up ``max_lookups_per_s`` times a second at most.
 
-    ``push_dir`` (by default in ``state_dir``) keeps pushed adapters. With replicas or ingresses on
-    several nodes it must be the same shared directory on all of them.
+    ``push_dir`` (by default in ``state_dir``) is where the controller keeps pushed adapters and
+    each ingress receives them; nodes need not share it. With the journal in S3, they are kept
+    beside it.
     """
 
     state_dir: str | None = None
@@ -183,9 +184,14 @@ class ClusterSettings(_Settings):
         """The journal's file, one for each base model, if it is not an object."""
         return self._state_path / f"{_file_name(model_id)}.sqlite3"
 
+    def push_archive_uri(self, model_id: str) -> str | None:
+        """Where pushed adapters outlive the controller's disk; None if that lasts."""
+        uri = self.journal_uri(model_id)
+        return None if uri is None else uri.removesuffix(".journal") + ".pushed"
+
     @property
     def push_path(self) -> Path:
-        """Where pushed adapters are kept."""
+        """Where pushed adapters are received, and kept on the controller's node."""
         return self._state_path / "pushed" if self.push_dir is None else absolute(self.push_dir)
 
     @property

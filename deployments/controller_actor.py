@@ -43,11 +43,13 @@ from deployments.config import DeploymentConfig
 from deployments.controller import Controller
 from deployments.controller_client import ControllerClient
 from deployments.controller_settings import ControllerSettings
-from deployments.journal_setup import open_journal
+from deployments.journal_setup import open_journal, open_pushes
 from deployments.metrics.controller_metrics import ControllerMetrics
 from deployments.metrics.ray_export import RayExporter
 from deployments.operations import OperationQuery, OperationStatus
+from deployments.push_fetcher import PushedFile
 from deployments.push_store import PushStore
+from deployments.push_transfer import PushSharing
 from deployments.source_setup import build_sources
 from deployments.state_store import StateStore
 
@@ -101,6 +103,8 @@ class ControllerActor:
         self._deployed = deployed
         self._store: StateStore | None = None
         self._opened: Controller | None = None
+        self._pushes: PushStore | None = None
+        self._sharing: PushSharing | None = None
         self._opening = asyncio.Lock()
         self._metrics = ControllerMetrics()
         RayExporter(self._metrics.registry).start()
@@ -131,6 +135,21 @@ class ControllerActor:
 
     async def resolve(self, name: str, member: MemberId) -> Resolved:
         return await (await self._controller()).resolve(name, member)
+
+    async def has_upload(self, upload: str) -> bool:
+        await self._controller()
+        assert self._pushes is not None
+        return await asyncio.to_thread(self._pushes.has_upload, upload)
+
+    async def write_part(self, upload: str, name: str, offset: int, data: bytes) -> None:
+        await self._controller()
+        assert self._pushes is not None
+        await asyncio.to_thread(self._pushes.write_part, upload, name, offset, data)
+
+    async def share_push(self, digest: str) -> Sequence[PushedFile]:
+        await self._controller()
+        assert self._sharing is not None
+        return await self._sharing.share(digest)
 
     async def leave(self, member: MemberId) -> None:
         await (await self._controller()).leave(member)
@@ -187,6 +206,8 @@ class ControllerActor:
         config = self._deployed.config
         if self._store is None:
             self._store = await open_journal(config.cluster, config.public_model_id)
+        self._pushes = await open_pushes(config.cluster, config.public_model_id)
+        self._sharing = PushSharing(self._pushes)
         # Ray restarts an actor with the arguments that it was first made with.
         stored = self._store.journal.read_setting(_DEPLOYED)
         if stored is not None:
@@ -197,7 +218,7 @@ class ControllerActor:
             self._deployed.controller_settings(),
             self._store,
             build_sources(self._deployed.config, self._metrics.observe_resolver),
-            pushes=PushStore(config.cluster.push_path),
+            pushes=self._pushes,
             liveness=RayLiveness(),
             clock=SystemClock(),
             metrics=self._metrics,

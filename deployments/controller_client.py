@@ -4,7 +4,7 @@ Knows Ray's errors and what they mean; knows nothing of how the actor is made or
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
 from typing import Any
 
@@ -37,6 +37,7 @@ from deployments.cluster_protocol import (
 )
 from deployments.errors import ReplicaUnavailableError
 from deployments.operations import OperationQuery, OperationStatus
+from deployments.push_fetcher import PushedFile
 
 
 class ControllerClient:
@@ -68,6 +69,16 @@ class ControllerClient:
     async def resolve(self, name: str, member: MemberId) -> Resolved:
         answer: Resolved = await self._call("resolve", name, member)
         return answer
+
+    async def has_upload(self, upload: str) -> bool:
+        return bool(await self._call("has_upload", upload))
+
+    async def write_part(self, upload: str, name: str, offset: int, data: bytes) -> None:
+        await self._call("write_part", upload, name, offset, data)
+
+    async def share_push(self, digest: str) -> Sequence[PushedFile]:
+        files: Sequence[PushedFile] = await self._call("share_push", digest)
+        return files
 
     async def leave(self, member: MemberId) -> None:
         await self._call("leave", member)

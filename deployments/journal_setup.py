@@ -1,10 +1,11 @@
-"""Opens the journal that a configuration names."""
+"""Opens the journal that a configuration names, and the place of pushed adapters beside it."""
 
 import asyncio
 from typing import TYPE_CHECKING
 
 from deployments.config import ClusterSettings
 from deployments.journal import Journal
+from deployments.push_store import PushStore
 from deployments.state_store import SqliteStateStore, StateStore
 
 if TYPE_CHECKING:
@@ -32,6 +33,17 @@ async def read_journal(settings: ClusterSettings, model_id: str) -> Journal:
     from deployments.s3_state_store import read_object
 
     return await read_object(await _place(settings, uri))
+
+
+async def open_pushes(settings: ClusterSettings, model_id: str) -> PushStore:
+    """The controller's pushed adapters."""
+    uri = settings.push_archive_uri(model_id)
+    if uri is None:
+        return PushStore(settings.push_path)
+    from deployments.push_archive import S3PushArchive
+
+    archive = await asyncio.to_thread(S3PushArchive, uri, endpoint_url=settings.state_endpoint_url)
+    return PushStore(settings.push_path, archive)
 
 
 async def _place(settings: ClusterSettings, uri: str) -> "JournalObject":

@@ -71,15 +71,16 @@ class LLMReplica:
             EngineCollector(self._engine, base_model.id, replica_id, self._server.in_flight)
         )
         runtime = ray.get_runtime_context()
+        controller = connect_controller(Deployed(config=config))
         self._link = ReplicaLink(
             Register(
                 member=MemberId(replica_id, uuid.uuid4().hex),
                 node=runtime.get_node_id(),
                 actor_name=runtime.get_actor_name(),
             ),
-            connect_controller(Deployed(config=config)),
+            controller,
             self._engine,
-            build_sources(config, metrics.observe_resolver),
+            build_sources(config, metrics.observe_resolver, read_pushed=controller.share_push),
             clock=SystemClock(),
             abort_running=self._server.abort_version,
             metrics=metrics,

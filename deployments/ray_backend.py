@@ -44,6 +44,7 @@ from deployments.generation import (
 )
 from deployments.operations import OperationQuery, OperationStatus
 from deployments.push_store import PushStore
+from deployments.push_transfer import send_upload
 
 # A request that no replica has admitted may go to another one. Waits before each further try: a
 # replica that died is known to Serve within about a second.
@@ -112,6 +113,7 @@ class RayBackend:
     async def push_adapter(self, push: PushAdapter) -> AdapterVersion:
         """Take over received files and register them on every live replica."""
         self._check_may_update()
+        await send_upload(push.directory, self._controller)
         load = LoadAdapter(
             name=push.name,
             upload=push.directory.name,

@@ -6,17 +6,25 @@ from dataclasses import replace
 from adapters import LoRARequest
 from deployments.config import DeploymentConfig
 from deployments.metrics.resolver_timing import ObserveResolver, TimedFetcher, TimedResolver
+from deployments.push_fetcher import PushFetcher, ReadPushed
+from deployments.push_store import PUSH_SCHEME, PushStore
 from deployments.sources import AdapterSources
-from resolvers.base import UriResolver
+from resolvers.base import SourceFetcher, UriResolver
 from resolvers.chain import ResolverChain
 from resolvers.registry import build_link
 from resolvers.store import AdapterStore
 
 
 def build_sources(
-    config: DeploymentConfig, observe: ObserveResolver = lambda *_: None
+    config: DeploymentConfig,
+    observe: ObserveResolver = lambda *_: None,
+    *,
+    read_pushed: ReadPushed | None = None,
 ) -> AdapterSources:
-    """Open every source of a deployment; ``observe`` is told how long each of them takes."""
+    """Open every source of a deployment; ``observe`` is told how long each of them takes.
+
+    ``read_pushed`` asks the controller for a pushed adapter's files; it needs none itself.
+    """
     settings = config.adapters
     store = AdapterStore(settings.store_path, settings.store_max_bytes, settings.max_adapter_bytes)
     links = [build_link(entry, store) for entry in settings.entries]
@@ -27,6 +35,10 @@ def build_sources(
             fetcher = build_link({"name": "s3", "uri": root}, store).resolver
             assert isinstance(fetcher, UriResolver)
             fetchers.append(fetcher)
+    by_scheme: dict[str, SourceFetcher] = {f.scheme: FetcherGroup(fetchers) for f in fetchers}
+    if read_pushed is not None:
+        local = PushStore(config.cluster.push_path)
+        by_scheme[PUSH_SCHEME] = PushFetcher(store, local, read_pushed)
     return AdapterSources(
         config.public_model_id,
         store,
@@ -38,8 +50,7 @@ def build_sources(
         ),
         allowed_roots=settings.roots,
         fetchers={
-            fetcher.scheme: TimedFetcher(fetcher.scheme, FetcherGroup(fetchers), observe)
-            for fetcher in fetchers
+            scheme: TimedFetcher(scheme, fetcher, observe) for scheme, fetcher in by_scheme.items()
         },
     )
 

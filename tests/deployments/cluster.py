@@ -23,7 +23,8 @@ from deployments.cluster_protocol import (
 )
 from deployments.controller import Controller
 from deployments.controller_settings import ControllerSettings
-from deployments.push_store import PushStore
+from deployments.push_fetcher import PushedFile, PushFetcher
+from deployments.push_store import PUSH_SCHEME, PushStore
 from deployments.replica_link import ReplicaLink
 from deployments.sources import AdapterSources
 from deployments.state_store import SqliteStateStore
@@ -176,12 +177,29 @@ class Cluster:
 
     def sources(self, node: str = "head") -> AdapterSources:
         links = [Link(type(resolver).__name__, resolver) for resolver in self.resolvers]
+        store = AdapterStore(self.store_dir(node))
+        pushed = PushFetcher(store, PushStore(self.store_dir(node) / "pushed"), self.read_pushed)
         return AdapterSources(
             BASE,
-            AdapterStore(self.store_dir(node)),
+            store,
+            fetchers={PUSH_SCHEME: pushed},
             resolver=ResolverChain(links),
             allowed_roots=[str(self.root / "adapters")],
         )
+
+    async def read_pushed(self, digest: str) -> list[PushedFile]:
+        """Read files where the controller keeps them, in small parts."""
+        await self.controller_when_up()
+        files = []
+        for path in (await self.pushes.bring(digest)).iterdir():
+            data = path.read_bytes()
+            parts = [self._part(data[at : at + 3]) for at in range(0, len(data), 3)]
+            files.append(PushedFile(name=path.name, size_bytes=len(data), parts=parts))
+        return files
+
+    async def _part(self, data: bytes) -> bytes:
+        await asyncio.sleep(0)
+        return data
 
     def store_dir(self, node: str) -> Path:
         return self.root / "stores" / node

@@ -11,6 +11,7 @@ import pytest
 from adapters import AdapterVersion
 from deployments.backend import LoadAdapter, RollBackAdapter
 from deployments.errors import AdapterRejectedError, AdapterSourceError, OperationConflictError
+from deployments.push_store import PushStore
 from engine.errors import UnsupportedAdapterError
 from tests.deployments.cluster import Cluster, running_cluster
 
@@ -109,6 +110,41 @@ async def test_pushes_that_wait_for_their_turn_keep_their_files(cluster: Cluster
     versions = await cluster.clock.finish(asyncio.gather(*pushes))
     latest = max(versions, key=lambda version: version.generation)
     assert await served(cluster, "policy") == {latest.digest}
+
+
+async def test_files_received_on_another_node_reach_the_controller_in_parts(
+    cluster: Cluster,
+) -> None:
+    ingress = PushStore(cluster.root / "ingress")
+    with ingress.receive() as directory:
+        (directory / "adapter_config.json").write_text("{}")
+        (directory / "adapter_model.safetensors").write_text("from afar")
+        upload, digest = directory.name, ingress.digest(directory)
+        assert not cluster.pushes.has_upload(upload)
+        for path in directory.iterdir():
+            data = path.read_bytes()
+            for offset in (4, 0, 0):  # a part whose answer was lost comes again
+                cluster.pushes.write_part(upload, path.name, offset, data[offset:])
+    load = LoadAdapter(name="policy", upload=upload, digest=digest)
+    await cluster.clock.finish(cluster.controller.load(load, "push"))
+    assert await served(cluster, "policy") == {digest}
+    assert list((cluster.root / "pushed" / "incoming").iterdir()) == []
+    for name in ("../x", "a/b", "", ".."):
+        with pytest.raises(AdapterSourceError):
+            cluster.pushes.write_part(upload, name, 0, b"x")
+
+
+async def test_files_that_changed_on_their_way_are_refused(cluster: Cluster) -> None:
+    first = await push(cluster, "1")
+    honest = cluster._part
+
+    async def damaged(data: bytes) -> bytes:
+        return (await honest(data)).replace(b"2", b"3")
+
+    cluster._part = damaged  # type: ignore[method-assign]
+    with pytest.raises(AdapterRejectedError, match="have digest"):
+        await push(cluster, "2")
+    assert await served(cluster, "policy") == {first.digest}
 
 
 async def test_only_received_files_can_be_named(cluster: Cluster) -> None:

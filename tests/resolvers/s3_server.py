@@ -131,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError:
             self.close_connection = True  # The client went away.
 
-    do_HEAD = do_PUT = do_DELETE = do_GET
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
 
     def _read_body(self) -> bytes | None:
         # http.server answers "Expect: 100-continue" by itself.
