@@ -4,7 +4,7 @@ Loads the extension that ``python -m kernels.build`` made for this very source a
 is one; never builds. Callers look at `available` first. Knows which dtypes the extension takes:
 others run on torch. The signatures are those of ``kernels.ops``.
 
-Results are repeatable and independent of the number of threads. In `linear`, `rms_norm`,
+Results are repeatable and independent of the number of threads. In `linear`, the norms,
 `silu_and_mul` and `lora_apply` a row's result does not depend on the rows beside it, in
 `paged_decode` a sequence's not on the sequences beside it. One exception: on CPUs that multiply
 bfloat16 natively, `linear` gives many rows to torch, which promises no such thing.
@@ -201,6 +201,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.dtype not in _DTYPES or x.dim() != 2:
         return torch_ops.rms_norm(x, weight, eps)
     result: torch.Tensor = _extension.rms_norm(x, weight, eps)
+    return result
+
+
+def add_rms_norm(
+    stream: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Return `rms_norm` of the stream after ``stream += update``, in place."""
+    if stream.dtype not in _DTYPES or stream.dim() != 2:
+        return torch_ops.add_rms_norm(stream, update, weight, eps)
+    result: torch.Tensor = _extension.add_rms_norm(stream, update, weight, eps)
     return result
 
 

@@ -92,6 +92,28 @@ def rms_norm(
     return result
 
 
+def add_rms_norm(
+    stream: torch.Tensor,
+    update: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    backend: Backend | None = None,
+) -> torch.Tensor:
+    """Return `rms_norm` of the stream after ``stream += update``; the sum is rounded to its dtype.
+
+    stream   [T, hidden]    changed
+    update   [T, hidden]
+    weight   [hidden]
+    returns  [T, hidden]    new tensor
+    """
+    _require(stream.shape == update.shape, "add_rms_norm", stream, update)
+    _require(stream.shape[-1:] == weight.shape, "add_rms_norm", stream, weight)
+    run = implementation("add_rms_norm", stream.device.type, backend)
+    result: torch.Tensor = run(stream, update, weight, eps)
+    return result
+
+
 def silu_and_mul(
     gate: torch.Tensor, up: torch.Tensor, *, backend: Backend | None = None
 ) -> torch.Tensor:

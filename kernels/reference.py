@@ -46,6 +46,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return weight * normed.to(x.dtype)
 
 
+def add_rms_norm(
+    stream: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Return `rms_norm` of the stream after ``stream += update``, in place."""
+    return rms_norm(stream.add_(update), weight, eps)
+
+
 def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return ``silu(gate) * up``, rounded once."""
     return (torch.nn.functional.silu(_wide(gate)) * _wide(up)).to(gate.dtype)

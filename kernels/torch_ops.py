@@ -44,6 +44,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
+def add_rms_norm(
+    stream: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Return `rms_norm` of the stream after ``stream += update``, in place."""
+    return rms_norm(stream.add_(update), weight, eps)
+
+
 def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return ``silu(gate) * up``, rounded once."""
     return functional.silu(gate.float()).mul_(up).to(gate.dtype)

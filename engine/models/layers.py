@@ -72,7 +72,13 @@ class KernelRMSNorm(nn.Module):
 
     def normalise(self, rows: torch.Tensor) -> torch.Tensor:
         """Map rows [T, hidden] to a new [T, hidden]."""
-        out = ops.rms_norm(rows, self.weight, self.eps)
+        return self._updated(rows, ops.rms_norm(rows, self.weight, self.eps))
+
+    def add_and_normalise(self, stream: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        """Add the update to the stream [T, hidden], in place, and map the sum to a new one."""
+        return self._updated(stream, ops.add_rms_norm(stream, update, self.weight, self.eps))
+
+    def _updated(self, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         if self.update is not None:
             self.update(rows, (out,))
         return out

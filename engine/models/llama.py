@@ -59,9 +59,12 @@ class LlamaBody:
     ) -> torch.Tensor:
         """Map [T] tokens to the logits [R, vocab] of the chosen rows."""
         stream = self._embed(input_ids)
-        cos, sin = self._rotary(stream, position_ids=positions.unsqueeze(0))
+        cos, sin = (t[0] for t in self._rotary(stream, position_ids=positions.unsqueeze(0)))
+        update = None
         for layer in self._layers:
-            layer.run(stream, cos[0], sin[0])
+            update = layer.run(stream, update, cos, sin)
+        if update is not None:
+            stream.add_(update)
         logits: torch.Tensor = self._head.project(self._norm.normalise(stream[rows]))
         return logits
 
@@ -83,10 +86,21 @@ class _LlamaLayer:
         self._scale = float(attention.scaling)
         self._window = window
 
-    def run(self, stream: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Add this layer's results to the stream [T, hidden], in place."""
-        stream.add_(self._attend(self._input_norm.normalise(stream), cos, sin))
-        stream.add_(self._mlp.transform(self._mlp_norm.normalise(stream)))
+    def run(
+        self,
+        stream: torch.Tensor,
+        update: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> torch.Tensor:
+        """Bring the stream [T, hidden] up to this layer's MLP, in place; return what that adds.
+
+        `update` is what the layer before returned. Each addition is part of the norm after it.
+        """
+        norm = self._input_norm
+        rows = norm.normalise(stream) if update is None else norm.add_and_normalise(stream, update)
+        attended = self._attend(rows, cos, sin)
+        return self._mlp.transform(self._mlp_norm.add_and_normalise(stream, attended))
 
     def _attend(self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         heads = (rows.shape[0], -1, self._head_dim)

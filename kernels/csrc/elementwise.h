@@ -1,4 +1,4 @@
-// rms_norm, silu_and_mul and apply_rope: one pass over memory each.
+// rms_norm (with and without a residual), silu_and_mul and apply_rope: one pass over memory each.
 #pragma once
 
 #include "simd.h"
@@ -19,12 +19,25 @@ LF_INLINE void for_rows(i64 rows, i64 width, i64 estimated_ns, const Body& body)
   });
 }
 
+// Writes x + update to the sums, rounded, and returns them.
+template <class T>
+LF_INLINE const T* add_row(const RmsNormArgs& args, i64 row, const T* x) {
+  const T* update = static_cast<const T*>(args.update) + row * args.hidden;
+  T* sums = static_cast<T*>(args.sums) + row * args.hidden;
+  for_pairs(args.hidden, [&](i64 offset, i64 count) {
+    Pair value = load_pair(x + offset, count), more = load_pair(update + offset, count);
+    store_pair(sums + offset, {value.first + more.first, value.second + more.second}, count);
+  });
+  return sums;
+}
+
 template <class T>
 static void rms_norm(const RmsNormArgs& args) {
   for_rows(args.rows, args.hidden, args.rows * args.hidden / 8, [&](i64 row) {
     const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
     const T* weight = static_cast<const T*>(args.weight);
     T* y = static_cast<T*>(args.y) + row * args.hidden;
+    if (args.update != nullptr) x = add_row(args, row, x);
     Pair squares = {};
     for_pairs(args.hidden, [&](i64 offset, i64 count) {
       Pair value = load_pair(x + offset, count);

@@ -91,6 +91,9 @@ struct RmsNormArgs {
   DType dtype;
   const void* x;
   i64 x_stride;
+  // Unless null, what is added first, and where the sums go; both as dense as y.
+  const void* update;
+  void* sums;
   const void* weight;
   void* y;
   i64 rows;

@@ -340,8 +340,23 @@ Tensor rms_norm(const Tensor& x_in, const Tensor& weight, double eps) {
   check_dense("weight", weight, x, 1);
   TORCH_CHECK(weight.size(0) == x.size(1), "weight: wrong size");
   Tensor y = empty(x.sizes(), x);
-  active->rms_norm({dtype_of(x), x.const_data_ptr(), x.stride(0), weight.const_data_ptr(),
-                    y.mutable_data_ptr(), x.size(0), x.size(1), static_cast<float>(eps)});
+  active->rms_norm({dtype_of(x), x.const_data_ptr(), x.stride(0), nullptr, nullptr,
+                    weight.const_data_ptr(), y.mutable_data_ptr(), x.size(0), x.size(1),
+                    static_cast<float>(eps)});
+  return y;
+}
+
+Tensor add_rms_norm(const Tensor& stream, const Tensor& update_in, const Tensor& weight, double eps) {
+  Tensor update = update_in.contiguous();
+  check_dense("update", update, stream, 2);
+  check_dense("weight", weight, stream, 1);
+  TORCH_CHECK(stream.is_contiguous() && stream.sizes() == update.sizes(),
+              "stream and update: expected the same shape, the stream contiguous");
+  TORCH_CHECK(weight.size(0) == stream.size(1), "weight: wrong size");
+  Tensor y = empty(stream.sizes(), stream);
+  active->rms_norm({dtype_of(stream), stream.const_data_ptr(), stream.stride(0),
+                    update.const_data_ptr(), stream.mutable_data_ptr(), weight.const_data_ptr(),
+                    y.mutable_data_ptr(), stream.size(0), stream.size(1), static_cast<float>(eps)});
   return y;
 }
 
@@ -387,6 +402,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("paged_attention", &lorafleet::paged_attention);
   m.def("store_kv", &lorafleet::store_kv);
   m.def("rms_norm", &lorafleet::rms_norm);
+  m.def("add_rms_norm", &lorafleet::add_rms_norm);
   m.def("silu_and_mul", &lorafleet::silu_and_mul);
   m.def("apply_rope", &lorafleet::apply_rope);
 }

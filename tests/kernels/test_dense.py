@@ -44,6 +44,23 @@ def test_rms_norm_matches_reference(
 
 
 @pytest.mark.parametrize(("num_tokens", "width"), SHAPES)
+@pytest.mark.parametrize(("backend", "dtype"), backends("add_rms_norm"))
+def test_add_rms_norm_is_an_addition_in_place_and_a_norm(
+    backend: Backend, dtype: torch.dtype, num_tokens: int, width: int
+) -> None:
+    torch.manual_seed(0)
+    stream, update = torch.randn(2, num_tokens, width).to(dtype)
+    weight = torch.randn(width).to(dtype)
+    device = device_of(backend)
+    sums = stream + update
+    stream = stream.to(device)
+    actual = ops.add_rms_norm(stream, update.to(device), weight.to(device), 1e-5, backend=backend)
+    expected = ops.rms_norm(sums.double(), weight.double(), 1e-5, backend="reference")
+    assert torch.equal(stream.cpu(), sums)
+    assert_close(actual, expected, dtype)
+
+
+@pytest.mark.parametrize(("num_tokens", "width"), SHAPES)
 @pytest.mark.parametrize(("backend", "dtype"), backends("silu_and_mul"))
 def test_silu_and_mul_matches_reference(
     backend: Backend, dtype: torch.dtype, num_tokens: int, width: int
