@@ -39,12 +39,6 @@ _REGEX_META = re.compile(r"[\\.^$*+?()\[\]{}|/]")
 class GrammarFailedError(InvalidRequestError):
     """A grammar outgrew its limits while text was being generated."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(
-            f"the structured output could not go on: {reason[:_MAX_MESSAGE_CHARS]}",
-            param="structured_outputs",
-        )
-
 
 class Grammar:
     """A compiled restriction, from which sequences start."""
@@ -190,10 +184,10 @@ class GrammarState:
 
     def _compute(self, token_id: int | None, also_allowed: int | None = None) -> torch.Tensor:
         if token_id is not None and not self._matcher.consume_token(token_id):
-            raise GrammarFailedError(self._matcher.get_error())
+            raise _failed(self._matcher.get_error())
         packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise GrammarFailedError(self._matcher.get_error())
+            raise _failed(self._matcher.get_error())
         bits = np.unpackbits(packed, count=self._vocab_size, bitorder="little")
         if also_allowed is not None:
             bits[also_allowed] = 1
@@ -219,6 +213,13 @@ def _to_lark(structured: StructuredOutput) -> str:
     if structured.kind == "regex":
         return str(LLMatcher.grammar_from_regex(source))
     return str(LLMatcher.grammar_from_lark(any_to_lark(source)))
+
+
+def _failed(reason: str) -> GrammarFailedError:
+    return GrammarFailedError(
+        f"the structured output could not go on: {reason[:_MAX_MESSAGE_CHARS]}",
+        param="structured_outputs",
+    )
 
 
 def _refused(structured: StructuredOutput, reason: str) -> InvalidRequestError:

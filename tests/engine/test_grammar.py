@@ -1,6 +1,7 @@
 """Masks against what the grammars say, token by token, on a vocabulary of single bytes."""
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -193,3 +194,12 @@ def test_a_model_without_an_end_cannot_be_restricted(compiler: GrammarCompiler) 
     endless = GrammarCompiler(compiler._tokenizer, VOCAB_SIZE, frozenset())
     with pytest.raises(InvalidRequestError, match="end-of-sequence"):
         endless.compile(StructuredOutput(kind="regex", source="a"))
+
+
+def test_a_failure_travels_between_processes(compiler: GrammarCompiler) -> None:
+    state = compiler.compile(StructuredOutput(kind="choice", source=("ok",))).start()
+    state.advance(spell(compiler, "x")[0])
+    with pytest.raises(GrammarFailedError) as caught:
+        state.forbidden()
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (type(copy), copy.param) == (GrammarFailedError, "structured_outputs")
