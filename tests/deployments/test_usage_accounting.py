@@ -1,0 +1,388 @@
+"""However a request ends, its adapter can be unloaded at once and its memory comes back.
+
+A real engine with a tiny model behind the HTTP surface, a real controller and journal. After every
+way out everything that is counted is counted again.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+
+from adapters import AdapterVersion
+from deployments.backend import BaseModelInfo, LoadAdapter, UnloadAdapter
+from deployments.clock import SystemClock
+from deployments.cluster_protocol import MemberId, Register
+from deployments.controller import Controller
+from deployments.controller_settings import ControllerSettings
+from deployments.generation import GenerateRequest, GenerationItem
+from deployments.http_app import create_http_app
+from deployments.llm_server import LLMServer
+from deployments.push_store import PushStore
+from deployments.replica_link import ReplicaLink
+from deployments.sources import AdapterSources
+from deployments.state_store import SqliteStateStore
+from engine.async_engine import AsyncEngine
+from engine.config import CacheConfig, EngineConfig, LoRAConfig, SchedulerConfig
+from resolvers.file_lock import lock_existing
+from resolvers.store import AdapterStore
+from tests.consistency.adapter_makers import ForcingAdapters, content_of, save_forced_model
+from tests.deployments.cluster import FakeLiveness
+from tests.deployments.http_client import Client, Json
+from tests.deployments.local_backend import LocalBackend
+from tests.deployments.test_http_disconnect import Connection
+
+COMPLETIONS = "/v1/completions"
+BASE = "tiny"
+NAME = "policy"
+PROMPT = "t5 t6 t7"
+# More than fits beside another one of the same length, so that one of two is preempted.
+LONG, NUM_BLOCKS, BLOCK_SIZE = 100, 40, 4
+UNLOAD_TIMEOUT_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
+    path = tmp_path_factory.mktemp("model")
+    save_forced_model(path)
+    engine = AsyncEngine(
+        EngineConfig(
+            model=path,
+            device="cpu",
+            max_model_len=128,
+            num_threads=1,
+            cache=CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
+            scheduler=SchedulerConfig(max_num_seqs=4),
+            lora=LoRAConfig(max_loras=2, max_cpu_loras=4),
+        )
+    )
+    asyncio.run(engine.start())
+    yield engine
+    asyncio.run(engine.stop())
+
+
+class Served(LocalBackend):
+    """One replica with adapters, as the ingress sees it."""
+
+    allow_runtime_updating = True
+
+    def __init__(self, server: LLMServer, controller: Controller) -> None:
+        super().__init__(server)
+        self.controller = controller
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationItem]:
+        return self._server.generate(request)
+
+    async def load_adapter(self, load: LoadAdapter) -> AdapterVersion:
+        return await self.controller.load(load, load.op_id)
+
+    async def unload_adapter(self, unload: UnloadAdapter) -> AdapterVersion:
+        return await self.controller.unload(unload, unload.op_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    engine: AsyncEngine
+    server: LLMServer
+    link: ReplicaLink
+    store_dir: Path
+    app: FastAPI
+    client: Client
+    controller: Controller
+    version: AdapterVersion
+
+    async def complete(self, model: str = NAME, **body: object) -> Json:
+        asked: Json = {"model": model, "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}
+        response = await self.client.post(COMPLETIONS, json={**asked, **body})
+        document: Json = response.json()
+        return document
+
+    def connect(self, *, broken: bool = False, **body: object) -> Connection:
+        asked: Json = {"model": NAME, "prompt": PROMPT, "max_tokens": LONG, "ignore_eos": True}
+        return Connection(self.app, {**asked, **body}, broken=broken)
+
+    async def unload(self, *, force: bool = False) -> None:
+        path = f"/v1/adapters/{NAME}?timeout_s={UNLOAD_TIMEOUT_S}&force={str(force).lower()}"
+        response = await self.client.delete(path)
+        assert response.status_code == 200, response.text
+
+    def num_running(self) -> int:
+        return sum(held.num_running for held in self.engine.loras())
+
+    async def until_running(self) -> None:
+        await until(lambda: self.num_running() > 0)
+
+    async def until_nothing_is_left(self) -> None:
+        digest = self.version.digest
+        await until(lambda: not self.link.adapters.is_loaded(digest))
+        await until(lambda: self.engine.loras() == [])
+        await until(lambda: not self.link._tasks)
+        stats = self.engine.stats()
+        assert stats.num_running + stats.num_waiting + stats.num_slots_in_use == 0
+        assert stats.num_free_blocks == stats.num_blocks
+        assert not self.link.table.is_used(digest)
+        assert not self.link.table._uses
+        assert not self.server._running
+        assert not self.engine._streams
+        # Nobody holds the files: the store could remove them.
+        fd = lock_existing(self.store_dir / "adapters" / digest, shared=False, wait=False)
+        assert fd is not None
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110 -- plain facts of another thread
+            await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+async def world(engine: AsyncEngine, tmp_path: Path) -> AsyncIterator[World]:
+    adapters = ForcingAdapters(tmp_path / "adapters")
+    path = await asyncio.to_thread(adapters.write, 0)
+    sources = AdapterSources(
+        BASE, AdapterStore(tmp_path / "store"), allowed_roots=[str(tmp_path / "adapters")]
+    )
+    store = SqliteStateStore(tmp_path / "journal.sqlite3")
+    controller = Controller(
+        ControllerSettings(base_model=BASE, allow_runtime_updating=True, lease_s=5.0, poll_s=0.5),
+        store,
+        sources,
+        pushes=PushStore(tmp_path / "pushed"),
+        liveness=FakeLiveness(),
+        clock=SystemClock(),
+    )
+    info = BaseModelInfo(
+        id=BASE, root=BASE, max_model_len=engine.max_model_len, vocab_size=0, created=0
+    )
+    server = LLMServer("r1", engine, info, coalesce_s=0.002)
+    link = ReplicaLink(
+        Register(member=MemberId("r1", "1")),
+        controller,
+        engine,
+        sources,
+        clock=SystemClock(),
+        abort_running=server.abort_version,
+    )
+    server.attach(link)
+    await link.join()
+    backend = Served(server, controller)
+    app = create_http_app(backend)
+    async with Client(backend) as client:
+        version = await controller.load(LoadAdapter(name=NAME, source=str(path)), "load")
+        yield World(
+            engine=engine,
+            server=server,
+            link=link,
+            store_dir=tmp_path / "store",
+            app=app,
+            client=client,
+            controller=controller,
+            version=version,
+        )
+    await link.leave()
+    await store.close()
+
+
+# -- ways out
+
+
+async def finish(world: World) -> None:
+    document = await world.complete()
+    assert document["choices"][0]["finish_reason"] == "length"
+
+
+async def finish_a_stream(world: World) -> None:
+    events = await world.client.events(
+        COMPLETIONS, {"model": NAME, "prompt": PROMPT, "max_tokens": 4}
+    )
+    assert events
+
+
+async def finish_by_a_stop_string(world: World) -> None:
+    first = (await world.complete())["choices"][0]["text"].split()[0]
+    document = await world.complete(stop=first)
+    assert document["choices"][0]["finish_reason"] == "stop"
+
+
+async def finish_several_choices(world: World) -> None:
+    document = await world.complete(n=3, temperature=1.0, prompt=[PROMPT, PROMPT])
+    assert len(document["choices"]) == 6
+
+
+async def fail_for_length(world: World) -> None:
+    document = await world.complete(prompt="t5 " * 200)
+    assert document["error"]["code"] == 400
+
+
+async def fail_for_a_value(world: World) -> None:
+    document = await world.complete(logit_bias={"9999999": 1})
+    assert document["error"]["code"] == 400
+
+
+async def fail_for_one_of_several_prompts(world: World) -> None:
+    document = await world.complete(prompt=[PROMPT, "t5 " * 200, PROMPT], max_tokens=LONG)
+    assert document["error"]["code"] == 400
+
+
+async def leave(world: World, **body: object) -> None:
+    connection = world.connect(**body)
+    await world.until_running()
+    connection.leave()
+    await connection.task
+
+
+async def leave_a_stream(world: World) -> None:
+    await leave(world, stream=True)
+
+
+async def leave_several_choices(world: World) -> None:
+    await leave(world, stream=True, n=3, temperature=1.0, max_tokens=30)
+
+
+async def leave_while_waiting(world: World) -> None:
+    others = [world.connect(model=BASE, max_tokens=30) for _ in range(4)]
+    await until(lambda: world.engine.stats().num_running == 4)
+    connection = world.connect()
+    await until(lambda: world.engine.stats().num_waiting > 0)
+    connection.leave()
+    await connection.task
+    await asyncio.gather(*(other.task for other in others))
+
+
+async def break_a_connection(world: World) -> None:
+    await world.connect(stream=True, broken=True).task
+
+
+async def cancel_the_handler(world: World) -> None:
+    connection = world.connect(stream=True)
+    await world.until_running()
+    connection.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await connection.task
+
+
+async def be_aborted(world: World, **body: object) -> None:
+    connection = world.connect(**body)
+    await world.until_running()
+    for request_id in tuple(world.server._running):
+        await world.engine.abort(request_id)
+    await connection.task
+
+
+async def be_aborted_while_streaming(world: World) -> None:
+    await be_aborted(world, stream=True)
+
+
+async def be_preempted_and_finish(world: World) -> None:
+    before = world.engine.stats().total_preemptions
+    texts = await asyncio.gather(
+        *(world.complete(prompt=f"{PROMPT} t{index}", max_tokens=LONG) for index in range(3))
+    )
+    assert {text["choices"][0]["finish_reason"] for text in texts} == {"length"}
+    assert world.engine.stats().total_preemptions > before
+
+
+async def be_preempted_and_leave(world: World) -> None:
+    before = world.engine.stats().total_preemptions
+    connections = [
+        world.connect(prompt=f"{PROMPT} t{index}", stream=bool(index)) for index in range(3)
+    ]
+    await until(lambda: world.engine.stats().total_preemptions > before)
+    for connection in connections:
+        connection.leave()
+    await asyncio.gather(*(connection.task for connection in connections))
+
+
+WAYS_OUT: list[Callable[[World], Awaitable[None]]] = [
+    finish,
+    finish_a_stream,
+    finish_by_a_stop_string,
+    finish_several_choices,
+    fail_for_length,
+    fail_for_a_value,
+    fail_for_one_of_several_prompts,
+    leave,
+    leave_a_stream,
+    leave_several_choices,
+    leave_while_waiting,
+    break_a_connection,
+    cancel_the_handler,
+    be_aborted,
+    be_aborted_while_streaming,
+    be_preempted_and_finish,
+    be_preempted_and_leave,
+]
+
+
+@pytest.mark.parametrize("force", [False, True], ids=["", "force"])
+@pytest.mark.parametrize("way_out", WAYS_OUT, ids=lambda way_out: way_out.__name__)
+async def test_after_every_way_out_an_unload_gives_everything_back(
+    world: World, way_out: Callable[[World], Awaitable[None]], force: bool
+) -> None:
+    await way_out(world)
+    await world.unload(force=force)
+    await world.until_nothing_is_left()
+
+
+RUNNING: list[Json] = [
+    {},
+    {"stream": True},
+    {"n": 3, "temperature": 1.0, "max_tokens": 30},
+    {"n": 2, "temperature": 1.0, "max_tokens": 40, "stream": True, "prompt": [PROMPT, "t8"]},
+]
+
+
+@pytest.mark.parametrize("body", RUNNING, ids=["whole", "stream", "n", "n streams"])
+async def test_an_unload_does_not_wait_for_running_requests_which_finish(
+    world: World, body: Json
+) -> None:
+    connection = world.connect(**body)
+    await world.until_running()
+    await world.unload()
+    assert not connection.task.done()
+    assert (await world.complete())["error"]["code"] == 404
+    await connection.task
+    text = b"".join(message.get("body", b"") for message in connection.sent)
+    assert b'"length"' in text
+    assert b'"abort"' not in text
+    await world.until_nothing_is_left()
+
+
+@pytest.mark.parametrize("body", RUNNING, ids=["whole", "stream", "n", "n streams"])
+async def test_force_ends_running_requests(world: World, body: Json) -> None:
+    connection = world.connect(**body)
+    await world.until_running()
+    await world.unload(force=True)
+    await connection.task
+    text = b"".join(message.get("body", b"") for message in connection.sent)
+    assert b'"abort"' in text
+    await world.until_nothing_is_left()
+
+
+async def test_force_ends_requests_that_wait_or_were_preempted(world: World) -> None:
+    before = world.engine.stats().total_preemptions
+    connections = [world.connect(prompt=f"{PROMPT} t{index}") for index in range(6)]
+    await until(lambda: world.engine.stats().total_preemptions > before)
+    await world.unload(force=True)
+    await asyncio.gather(*(connection.task for connection in connections))
+    await world.until_nothing_is_left()
+
+
+async def test_what_is_replaced_while_it_runs_goes_with_its_last_request(
+    world: World, tmp_path: Path
+) -> None:
+    connection = world.connect(stream=True)
+    await world.until_running()
+    path = await asyncio.to_thread(ForcingAdapters(tmp_path / "adapters").write, 1)
+    load = LoadAdapter(name=NAME, source=str(path), load_inplace=True)
+    await world.controller.load(load, "replace")
+    adapters = ForcingAdapters(tmp_path)
+    new = await world.complete()
+    assert adapters.contents(new["choices"][0]["text"]) == (content_of(1),)
+    await connection.task
+    await until(lambda: not world.link.adapters.is_loaded(world.version.digest))
+    await world.unload()
+    await until(lambda: world.engine.loras() == [])
