@@ -145,7 +145,7 @@ class AdapterSources:
     def _allowed_uri(self, source: str) -> str:
         if _is_uri(source) and urlsplit(source).scheme != "file":
             segments = unquote(urlsplit(source).path).split("/")
-            if ".." in segments or not any(source.startswith(root) for root in self._uri_roots):
+            if ".." in segments or not any(_is_under(source, root) for root in self._uri_roots):
                 raise PathNotAllowedError(source)
             return source
         path = _local_path(source) if _is_uri(source) else Path(source)
@@ -189,6 +189,12 @@ def _failures_of(name: str, source: str) -> Iterator[None]:
 
 def _is_uri(source: str) -> bool:
     return "://" in source
+
+
+def _is_under(uri: str, root: str) -> bool:
+    # On the Hub, what follows the place is a revision of it; elsewhere "@" is a letter of the name.
+    path = uri.partition("@")[0] if uri.startswith("hf://") else uri
+    return f"{path}/".startswith(root)
 
 
 def _local_path(uri: str) -> Path:

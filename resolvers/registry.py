@@ -17,15 +17,17 @@ ENTRY_POINTS = "lorafleet.resolvers"
 BUILT_IN = {
     "filesystem": "resolvers.filesystem:FilesystemResolver",
     "s3": "resolvers.s3:S3Resolver",
+    "hub": "resolvers.hub:HubResolver",
 }
 # What the same sources are called where people come from.
 ALIASES = {
     "lora_filesystem_resolver": "filesystem",
     "lora_s3_resolver": "s3",
+    "lora_hf_hub_resolver": "hub",
 }
 
 # Whole adapters travel within these; others only look up.
-_DOWNLOAD_TIMEOUT_S = {"s3": 120.0}
+_DOWNLOAD_TIMEOUT_S = {"s3": 120.0, "hub": 120.0}
 
 # Keys of a resolver's entry in the configuration that are not its own.
 _NAME = "name"
@@ -49,7 +51,8 @@ def order_entries(
 def places(entry: Mapping[str, Any]) -> list[str]:
     """Directories and URI prefixes where a built-in resolver looks for adapters."""
     uri = str(entry.get("uri", "")).partition("{")[0]
-    return [*entry.get("directories", ()), *([uri] if uri else [])]
+    repositories = [f"hf://{place}" for place in entry.get("allowed", ())]
+    return [*entry.get("directories", ()), *([uri] if uri else []), *repositories]
 
 
 def check_entry(entry: Mapping[str, Any]) -> None:

@@ -20,22 +20,9 @@ import boto3
 from botocore import UNSIGNED
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
-from tenacity import (
-    Retrying,
-    before_sleep_log,
-    retry_if_exception,
-    stop_after_attempt,
-    wait_random_exponential,
-)
+from tenacity import Retrying
 
-from adapters import (
-    CONFIG_FILE,
-    OPTIONAL_FILES,
-    WEIGHTS_FILE,
-    LoRARequest,
-    validate_adapter_name,
-    weight_file_names,
-)
+from adapters import LoRARequest, validate_adapter_name
 from resolvers.base import (
     AdapterSourceInvalidError,
     ResolverConfigError,
@@ -43,7 +30,9 @@ from resolvers.base import (
     SourceUnavailableError,
 )
 from resolvers.file_lock import LockTimeoutError
-from resolvers.s3_download import Download, RemoteFile
+from resolvers.remote_files import RemoteFile, choose_files
+from resolvers.retries import retrying
+from resolvers.s3_download import Download
 from resolvers.s3_failures import ObjectChangedError, TruncatedError, describe_failure, is_transient
 from resolvers.store import AdapterStore
 
@@ -54,12 +43,10 @@ logger = logging.getLogger(__name__)
 
 NAME_FIELD = "{lora_name}"
 
-_MAX_CONFIG_BYTES = 4 << 20
 _MAX_LISTED = 1000
 _MAX_PAGES = 5
 _MAX_CHANGES = 3
 _MAX_DOWNLOADS = 16
-_LOCK_TIMEOUT_S = 600.0
 _session_lock = threading.Lock()
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
@@ -165,14 +152,10 @@ class S3Resolver:
     def _fetch_once(self, prefix: S3Prefix, cancelled: threading.Event) -> tuple[str, str]:
         files = self._list(prefix, cancelled)
         state = repr((self._client_options["endpoint_url"], str(prefix), files))
-        with self._store.source_lock(state, cancelled=cancelled, timeout_s=_LOCK_TIMEOUT_S):
-            digest = self._store.digest_of(state)
-            if digest is None:
-                digest = self._download(prefix, files, state, cancelled)
-            path = self._store.find(digest)
-            if path is None:
-                raise SourceUnavailableError("the adapter store is full of others' downloads")
-            return digest, str(path)
+        digest, path = self._store.get_or_fetch(
+            state, lambda: self._download(prefix, files, state, cancelled), cancelled=cancelled
+        )
+        return digest, str(path)
 
     def _download(
         self,
@@ -203,21 +186,7 @@ class S3Resolver:
 
     def _list(self, prefix: S3Prefix, cancelled: threading.Event) -> tuple[RemoteFile, ...]:
         """The files that make the adapter, sorted by name; FileNotFoundError if it is not there."""
-        found = {file.name: file for file in self._objects(prefix, cancelled)}
-        if CONFIG_FILE not in found:
-            raise FileNotFoundError(f"no {CONFIG_FILE} in {prefix}")
-        weights = weight_file_names(found)
-        if not weights:
-            raise AdapterSourceInvalidError(f"no {WEIGHTS_FILE} in {prefix}")
-        extra = [name for name in OPTIONAL_FILES if name in found]
-        files = tuple(found[name] for name in sorted((CONFIG_FILE, *weights, *extra)))
-        config = found[CONFIG_FILE]
-        if config.size > _MAX_CONFIG_BYTES:
-            raise AdapterSourceInvalidError(
-                f"{CONFIG_FILE} in {prefix} takes {config.size} bytes, the limit is "
-                f"{_MAX_CONFIG_BYTES}"
-            )
-        return files
+        return choose_files(self._objects(prefix, cancelled), str(prefix))
 
     def _objects(self, prefix: S3Prefix, cancelled: threading.Event) -> Iterator[RemoteFile]:
         options: dict[str, Any] = {}
@@ -247,14 +216,7 @@ class S3Resolver:
             return self._client
 
     def _retrying(self, cancelled: threading.Event) -> Retrying:
-        return Retrying(
-            stop=stop_after_attempt(self._options.attempts),
-            wait=wait_random_exponential(multiplier=0.25, max=5),
-            retry=retry_if_exception(lambda error: not cancelled.is_set() and is_transient(error)),
-            before_sleep=before_sleep_log(logger, logging.INFO),
-            sleep=lambda seconds: _wait(cancelled, seconds),
-            reraise=True,
-        )
+        return retrying(self._options.attempts, is_transient, cancelled)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,10 +244,6 @@ class DownloadOptions:
 def _session(profile_name: str | None) -> boto3.Session:
     """One for all resolvers: it takes a third of a second to read what boto3 knows of S3."""
     return boto3.Session(profile_name=profile_name)
-
-
-def _wait(cancelled: threading.Event, seconds: float) -> None:
-    cancelled.wait(seconds)
 
 
 def _template(uri: str) -> str:

@@ -23,6 +23,7 @@ from tenacity import Retrying
 
 from adapters import DigestBuilder
 from resolvers.base import SourceUnavailableError
+from resolvers.remote_files import RemoteFile
 from resolvers.s3_failures import ObjectChangedError, TruncatedError, is_change
 from resolvers.staging import Staging
 
@@ -35,15 +36,6 @@ logger = logging.getLogger(__name__)
 _CHUNK = 256 << 10
 _PROGRESS_PERIOD_S = 5.0
 _MD5 = re.compile(r'"([0-9a-f]{32})"')
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
-    """One object as listed."""
-
-    name: str
-    size: int
-    etag: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +37,7 @@ DEFAULT_MAX_ADAPTER_BYTES = 4 << 30
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _STORE_LOCK = "store"
 _STORE_LOCK_TIMEOUT_S = 60.0
+_FETCH_TIMEOUT_S = 600.0
 _NEVER = threading.Event()
 
 
@@ -134,6 +135,21 @@ class AdapterStore:
         """Be the only process of this node that fetches a source."""
         path = self._locks / f"source-{_key(source)}"
         return exclusive_file(path, cancelled=cancelled, timeout_s=timeout_s)
+
+    def get_or_fetch(
+        self, source_state: str, fetch: Callable[[], str], *, cancelled: threading.Event
+    ) -> tuple[str, Path]:
+        """Digest and place of what a source has in this state.
+
+        Unless it is here, ``fetch`` commits it and returns its digest, once for all of this node
+        who want it.
+        """
+        with self.source_lock(source_state, cancelled=cancelled, timeout_s=_FETCH_TIMEOUT_S):
+            digest = self.digest_of(source_state) or fetch()
+            path = self.find(digest)
+            if path is None:
+                raise SourceUnavailableError("the adapter store is full of others' downloads")
+            return digest, path
 
     @contextmanager
     def stage(self, sizes: Mapping[str, int]) -> Iterator[Staging]:

@@ -14,7 +14,7 @@ UNDECIDED = 2
 
 
 def check(
-    source: Annotated[str, typer.Argument(help="directory or s3:// URI of an adapter")],
+    source: Annotated[str, typer.Argument(help="directory, s3:// or hf:// URI of an adapter")],
     model: Annotated[str, typer.Option(help="base model: prepared name, directory or hub id")],
     max_lora_rank: Annotated[int, typer.Option(help="the deployment's limit")] = 64,
     allow_pickle: Annotated[bool, typer.Option(help="accept adapter_model.bin")] = False,

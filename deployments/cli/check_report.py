@@ -10,34 +10,37 @@ from rich.console import Console
 from rich.table import Table
 
 from adapters import LoRARequest, adapter_digest, find_adapter_files
+from deployments.cli.check_problems import find_problems
 from deployments.config import find_model
 from engine.adapter_check import check_adapter
 from engine.config import LoRAConfig
 from engine.errors import AdapterError
 from engine.lora.adapter import AdapterInfo
+from resolvers.base import AdapterSourceInvalidError, SourceFetcher
 from resolvers.store import AdapterStore
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a check found: ``info`` if the adapter is served, else ``problem``."""
+    """What a check found: ``info`` if the adapter is served, else its ``problems``."""
 
     source: str
     info: AdapterInfo | None = None
-    problem: str | None = None
+    problems: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """One JSON object, for programs."""
         facts = {} if self.info is None else asdict(self.info)
-        problems = [] if self.problem is None else [self.problem]
         served = self.info is not None
-        return json.dumps({"source": self.source, "served": served, "problems": problems, **facts})
+        verdict = {"source": self.source, "served": served, "problems": self.problems}
+        return json.dumps(verdict | facts)
 
     def print(self, console: Console) -> None:
         """A table and a sentence, for people."""
         if self.info is None:
             console.print(f"[bold red]not served[/]: {self.source}")
-            console.print(self.problem, markup=False, soft_wrap=True)
+            for problem in self.problems:
+                console.print(f"* {problem}", markup=False, soft_wrap=True)
             return
         table = Table(title=self.source, show_header=False, title_justify="left")
         table.add_column()
@@ -59,24 +62,35 @@ class Verdict:
 
 
 def check_source(source: str, model: str, limits: LoRAConfig) -> Verdict:
-    """Check an adapter where it is; an S3 URI is downloaded first."""
+    """Check an adapter where it is; what is in S3 or on the Hub is downloaded first."""
     directory = find_model(model)
     with tempfile.TemporaryDirectory(prefix="lorafleet-check-") as downloads:
         try:
             request = _bring(source, Path(downloads))
+        except (FileNotFoundError, PermissionError, AdapterSourceInvalidError) as error:
+            return Verdict(source, problems=(str(error),))
+        try:
             return Verdict(source, info=check_adapter(request, directory, limits))
-        except (AdapterError, FileNotFoundError, PermissionError) as error:
-            return Verdict(source, problem=str(error))
+        except AdapterError as error:
+            return Verdict(source, problems=find_problems(request, directory, limits, str(error)))
 
 
 def _bring(source: str, downloads: Path) -> LoRARequest:
     name = source.rstrip("/").rpartition("/")[2] or source
-    if source.startswith("s3://"):
-        from resolvers.s3 import S3Resolver
-
-        resolver = S3Resolver(AdapterStore(downloads), source)
-        return asyncio.run(resolver.fetch(source, name, None))
+    if source.startswith(("s3://", "hf://")):
+        return asyncio.run(_fetcher(source, AdapterStore(downloads)).fetch(source, name, None))
     path = Path(source)
     return LoRARequest(
         lora_name=name, lora_path=str(path), digest=adapter_digest(find_adapter_files(path))
     )
+
+
+def _fetcher(source: str, store: AdapterStore) -> SourceFetcher:
+    # Each brings a library that takes a while to import.
+    if source.startswith("hf://"):
+        from resolvers.hub import HubResolver
+
+        return HubResolver(store, [source.removeprefix("hf://").partition("/")[0]])
+    from resolvers.s3 import S3Resolver
+
+    return S3Resolver(store, source)

@@ -21,6 +21,8 @@ from resolvers.base import Resolver, SourceForbiddenError, SourceUnavailableErro
 from resolvers.chain import Link, ResolverChain
 from resolvers.store import AdapterStore
 
+ROOTS = ["s3://bucket/team", "hf://acme", "hf://other/sql"]
+
 
 def write_adapter(path: Path, content: str = "weights") -> str:
     path.mkdir(parents=True, exist_ok=True)
@@ -86,6 +88,12 @@ async def test_path_uri_and_relative_path_name_the_same_adapter(
         ("s3://bucket/team/../other/sql", PathNotAllowedError),
         ("s3://bucket/team/%2e%2e/other", PathNotAllowedError),
         ("s3://other/team/sql", PathNotAllowedError),
+        ("s3://bucket/team@2/sql", PathNotAllowedError),
+        ("hf://acme/sql@main", AdapterSourceError),
+        ("hf://other/sql@refs/pr/1", AdapterSourceError),
+        ("hf://other/sql2", PathNotAllowedError),
+        ("hf://other/sql@../../x", PathNotAllowedError),
+        ("hf://acme-corp/sql", PathNotAllowedError),
         ("x" * 10_000, PathNotAllowedError),
         ("\0", PathNotAllowedError),
     ],
@@ -93,7 +101,7 @@ async def test_path_uri_and_relative_path_name_the_same_adapter(
 async def test_only_allowed_places_are_looked_at(
     make: Callable[..., AdapterSources], tmp_path: Path, source: str, error: type[Exception]
 ) -> None:
-    sources = make(allowed_roots=[str(tmp_path / "root"), "s3://bucket/team"])
+    sources = make(allowed_roots=[str(tmp_path / "root"), *ROOTS])
     with pytest.raises(error):
         await sources.open("sql", source)
 

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from deployments.cli import app
+from tests.resolvers.hub_server import hub_server
 from tests.resolvers.s3_server import CREDENTIALS, Bucket, s3_server
 from tests.tiny_models import MakeModel
 
@@ -89,6 +90,29 @@ def test_refused_adapter_says_why_and_fails(run: Run, changed: Callable[..., Pat
     assert "not served" in run(changed(r=8)).output
 
 
+def test_every_problem_is_named(run: Run, changed: Callable[..., Path]) -> None:
+    path = changed(r=8, megatron_config={"a": 1}, use_qalora=True, lora_alpha="a lot")
+    (path / "adapter_model.safetensors").write_bytes(b"short")
+    facts = json.loads(run(path, "--json", "--max-lora-rank", "4").output)
+    problems = facts["problems"]
+    assert [part for part in PARTS if any(part in problem for problem in problems)] == PARTS
+    assert len(problems) == len(PARTS) and all("adapter '" in problem for problem in problems)
+    output = run(path).output
+    assert all(problem in output for problem in problems)
+
+
+PARTS = ["megatron_config", "use_qalora", "lora_alpha", "too short for a safetensors file"]
+
+
+def test_rank_over_the_limit_does_not_hide_what_else_is_wrong(
+    run: Run, changed: Callable[..., Path]
+) -> None:
+    problems = json.loads(run(changed(r=8), "--json", "--max-lora-rank", "4").output)["problems"]
+    assert "rank 8" in problems[0] and "over the limit" in problems[0]
+    assert "configuration and base model say (8, 48)" in problems[1]
+    assert len(problems) == 2
+
+
 def test_rank_limit_is_the_deployments(run: Run, adapter: Path) -> None:
     assert run(adapter, "--max-lora-rank", "4").exit_code == 0
     assert run(adapter, "--max-lora-rank", "3").exit_code == 1
@@ -125,3 +149,20 @@ def test_s3_uri_is_checked_without_deploying(run: Run, adapter: Path, bucket: Bu
     missing = run("s3://adapters/team/other")
     assert missing.exit_code == 1 and "no adapter_config.json" in missing.output
     assert run("s3://no-such-bucket/sql").exit_code == 2
+
+
+def test_hub_uri_is_checked_at_its_revision(
+    run: Run, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {path.name: path.read_bytes() for path in adapter.iterdir()}
+    with hub_server(tmp_path) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        hub.put("acme/sql", "1" * 40, files, "v1")
+        hub.put("acme/sql", "2" * 40, files | {"adapter_config.json": b"[]"}, "main")
+        assert run("hf://acme/sql@v1").exit_code == 0
+        refused = run("hf://acme/sql")
+        assert refused.exit_code == 1 and "must hold a JSON object" in refused.output
+        assert run("hf://acme/unknown").exit_code == 1
+        hub.fail("/api/", times=9, status=500)
+        assert run("hf://acme/sql").exit_code == 2
