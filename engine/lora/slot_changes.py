@@ -20,6 +20,9 @@ from engine.models.layers import KernelRMSNorm
 from kernels import ops
 from kernels.metadata import LoRABatch
 
+# Scale and shift that leave every float as it is: adding plus zero would turn minus zero into it.
+_NEUTRAL = torch.tensor([[1.0], [-0.0]])
+
 
 class SlotChanges:
     """What the adapters in the slots change, by module.
@@ -42,20 +45,19 @@ class SlotChanges:
         self._scope_of = scope_of
         self._slots: set[int] = set()
         self._by_module: dict[str, dict[int, ModuleChange]] = {}
-        # [slots, out] each, neutral where a slot has no change.
-        self._scales: dict[str, torch.Tensor] = {}
-        self._shifts: dict[str, torch.Tensor] = {}
+        # [slots + 1, 2, out]: scale and shift, neutral where a slot has no change and at the end.
+        self._tables: dict[str, torch.Tensor] = {}
 
     @property
     def size_bytes(self) -> int:
         """Device memory of what is there now."""
-        tables = [*self._scales.values(), *self._shifts.values()]
         changes = [change for module in self._by_module.values() for change in module.values()]
-        return sum(table.nbytes for table in tables) + sum(c.size_bytes for c in changes)
+        tables = sum(table.nbytes for table in self._tables.values())
+        return tables + sum(change.size_bytes for change in changes)
 
     def select(self, batch: LoRABatch) -> ChangeBatch | None:
         """The tokens of a step that any of these changes concerns."""
-        return select_changed(batch, self._slots) if self._slots else None
+        return select_changed(batch, self._slots, self._max_loras) if self._slots else None
 
     def write_slot(self, slot: int, changes: Mapping[str, ModuleChange]) -> None:
         """Put an adapter's changes into a slot that is clear."""
@@ -64,8 +66,7 @@ class SlotChanges:
             self._module(name)[slot] = placed
             if self._targets[name].kind.is_linear and placed.scale is not None:
                 assert placed.shift is not None
-                scales, shifts = self._tables(self._targets[name])
-                scales[slot], shifts[slot] = placed.scale, placed.shift
+                self._table(self._targets[name])[slot] = torch.stack((placed.scale, placed.shift))
             self._slots.add(slot)
 
     def clear_slot(self, slot: int) -> None:
@@ -74,8 +75,8 @@ class SlotChanges:
             return
         self._slots.remove(slot)
         for name, by_slot in self._by_module.items():
-            if by_slot.pop(slot, None) is not None and name in self._scales:
-                self._scales[name][slot], self._shifts[name][slot] = 1, 0
+            if by_slot.pop(slot, None) is not None and name in self._tables:
+                self._tables[name][slot] = _NEUTRAL
 
     def apply_to_linears(
         self,
@@ -89,23 +90,18 @@ class SlotChanges:
             by_slot = self._by_module.get(name)
             if not by_slot:
                 continue
-            if name in self._scales:
-                scaled = torch.addcmul(
-                    self._shifts[name][batch.slots],
-                    out[batch.rows].float(),
-                    self._scales[name][batch.slots],
-                )
-                out[batch.rows] = scaled.to(out.dtype)
+            table = self._tables.get(name)
+            if table is not None:
+                _scale(table, out, batch)
             for start, stop, slot in batch.runs:
-                if slot in by_slot:
+                if slot in by_slot and by_slot[slot].scale is None:
                     _apply_to_linear(by_slot[slot], rows[start:stop], out[start:stop])
 
-    def _tables(self, target: LoRATarget) -> tuple[torch.Tensor, torch.Tensor]:
-        if target.name not in self._scales:
-            shape = (self._max_loras, target.out_features)
-            self._scales[target.name] = torch.ones(shape, device=self._device)
-            self._shifts[target.name] = torch.zeros(shape, device=self._device)
-        return self._scales[target.name], self._shifts[target.name]
+    def _table(self, target: LoRATarget) -> torch.Tensor:
+        if target.name not in self._tables:
+            table = _NEUTRAL.repeat(self._max_loras + 1, 1, target.out_features)
+            self._tables[target.name] = table.to(self._device)
+        return self._tables[target.name]
 
     def _module(self, name: str) -> dict[int, ModuleChange]:
         """The changes of one module, which takes part from now on."""
@@ -164,6 +160,15 @@ class _NormUpdate:
             if change is not None and change.weight is not None:
                 span = slice(start * height, stop * height)
                 outs[0][span] = ops.rms_norm(rows[span], change.weight, self._eps)
+
+
+def _scale(table: torch.Tensor, out: torch.Tensor, batch: ChangeBatch) -> None:
+    """Multiply and shift the rows of slots that are in the batch, in float32, rounded once."""
+    for start, stop, places in batch.spans:
+        found = table[places] if isinstance(places, int) else table.index_select(0, places)
+        scale, shift = found.unbind(-2)
+        rows = out[start:stop]
+        torch.addcmul(shift, rows, scale, out=rows)
 
 
 def _apply_to_linear(change: ModuleChange, rows: torch.Tensor, out: torch.Tensor) -> None:
