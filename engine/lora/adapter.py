@@ -16,11 +16,12 @@ from engine.errors import AdapterError, InvalidAdapterError, UnsupportedAdapterE
 from engine.lora.adapter_tensors import BaseWeight, ModuleTensors, match_tensors
 from engine.lora.module_change import ChangeBuilder, ModuleChange, check_finite
 from engine.lora.module_plan import ModulePlan, plan_modules, unmatched_targets
+from engine.lora.module_spelling import ModuleSpelling, find_spelling
 from engine.lora.peft_config import MAX_CONFIG_BYTES, PeftLoRAConfig, read_peft_config
 from engine.lora.targets import ModelTargets, TargetKind
 from engine.lora.tensor_names import TensorRole
 from engine.lora.tensor_plan import TensorPlan, plan_tensors, trained_token_ids
-from engine.lora.weight_files import read_weight_files
+from engine.lora.weight_files import read_weight_files, stored_keys
 
 # Headers, tokenizer and chat template files beside the weights.
 _EXTRA_BYTES = 256 << 20
@@ -128,6 +129,9 @@ def _load(
     files = find_adapter_files(Path(request.lora_path))
     raw_config = _read_config(files)
     config = read_peft_config(raw_config)
+    spelling = _find_spelling(files, targets)
+    targets = spelling.spell_targets(targets)
+    base_weight = _spelled(base_weight, spelling)
     plan = plan_modules(config, targets)
     wanted = plan_tensors(config, plan, targets)
     _check_ranks(plan, limits)
@@ -164,7 +168,11 @@ def _load(
         ),
     )
     return LoRAAdapter(
-        info=info, buffer=buffer, modules=modules, changes=changes, invocation=config.invocation
+        info=info,
+        buffer=buffer,
+        modules={spelling.original(name): module for name, module in modules.items()},
+        changes={spelling.original(name): change for name, change in changes.items()},
+        invocation=config.invocation,
     )
 
 
@@ -172,6 +180,18 @@ def _read_config(files: AdapterFiles) -> bytes:
     """Read the configuration ahead of the rest: it decides whether the rest is worth reading."""
     with (files.root / files.config).open("rb") as file:
         return file.read(MAX_CONFIG_BYTES + 1)
+
+
+def _find_spelling(files: AdapterFiles, targets: ModelTargets) -> ModuleSpelling:
+    """What some of the tensors are called decides it for the configuration too."""
+    weights = next((path for path in files.weights if path.suffix == ".safetensors"), None)
+    return find_spelling(() if weights is None else stored_keys(files.root / weights), targets)
+
+
+def _spelled(base_weight: BaseWeight | None, spelling: ModuleSpelling) -> BaseWeight | None:
+    if base_weight is None:
+        return None
+    return lambda name, parameter: base_weight(spelling.original(name), parameter)
 
 
 def _check_ranks(plan: Mapping[str, ModulePlan], limits: LoRAConfig) -> None:

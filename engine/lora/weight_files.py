@@ -9,6 +9,7 @@ import math
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn, TypeGuard
 
 import torch
@@ -60,6 +61,18 @@ def read_weight_files(
     if WEIGHTS_INDEX_FILE in files:
         _check_index(files[WEIGHTS_INDEX_FILE], tensors, files.keys() - {WEIGHTS_INDEX_FILE})
     return tensors
+
+
+def stored_keys(path: Path) -> tuple[str, ...]:
+    """The keys of a safetensors file by its header alone, () when that cannot be read."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length) if length <= MAX_HEADER_BYTES else b""
+    try:
+        entries = _parse_json(path.name, header)
+    except InvalidAdapterError:
+        return ()
+    return tuple(entries) if isinstance(entries, dict) else ()
 
 
 def read_safetensors(file: str, data: bytearray) -> dict[str, StoredTensor]:
