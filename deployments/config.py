@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from deployments.controller_settings import ControllerSettings
+from deployments.model_profile import ModelProfile
 from deployments.openai.settings import (
     DEFAULT_MAX_BODY_BYTES,
     DEFAULT_MAX_CHOICES,
@@ -240,6 +241,7 @@ class DeploymentConfig(_Settings):
 
     ``model`` is a prepared model's name, a directory, or an id on the model hub; ``model_id`` is
     what clients call it. ``num_cpus`` and ``num_gpus`` are what Ray reserves for a replica.
+    ``profile`` says how the base model wants to be talked to.
     """
 
     model: str = "smollm2-135m-instruct"
@@ -249,6 +251,7 @@ class DeploymentConfig(_Settings):
     num_gpus: float = Field(default=0, ge=0)
     max_ongoing_requests: int = Field(default=1024, ge=1)
     coalesce_ms: float = Field(default=20, ge=0)
+    profile: ModelProfile = ModelProfile()
     engine: EngineSettings = EngineSettings()
     adapters: AdapterSettings = AdapterSettings()
     cluster: ClusterSettings = ClusterSettings()
@@ -301,8 +304,11 @@ def load_config(
         adapters["allow_runtime_updating"] = allow
     if directory := _first(environ, "LORAFLEET_ADAPTER_DIR", "VLLM_LORA_RESOLVER_CACHE_DIR"):
         adapters["directories"] = (directory,)
+    if repositories := _listed(environ.get("VLLM_LORA_RESOLVER_HF_REPO_LIST", "")):
+        hub = {"name": "hub", "allowed": repositories}
+        adapters["resolvers"] = (*(adapters.get("resolvers") or ()), hub)
     if (plugins := environ.get("VLLM_PLUGINS")) is not None:
-        adapters["resolver_order"] = tuple(filter(None, map(str.strip, plugins.split(","))))
+        adapters["resolver_order"] = _listed(plugins)
     for name in ("api_key", "admin_api_key"):
         if key := environ.get(f"LORAFLEET_{name.upper()}"):
             http[name] = key
@@ -344,6 +350,10 @@ def find_model(model: str) -> Path:
 
 def _first(environ: Mapping[str, str], *names: str) -> str | None:
     return next((environ[name] for name in names if environ.get(name)), None)
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, map(str.strip, text.split(","))))
 
 
 def _with_absolute_directories(entry: dict[str, Any]) -> dict[str, Any]:

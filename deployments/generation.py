@@ -50,7 +50,8 @@ class GenerateRequest:
     base model. ``split_key`` chooses among the adapters that an alias stands for.
     ``params.max_tokens`` None generates until the context is full. ``add_special_tokens`` applies
     to text prompts (a chat template writes its own). ``truncate_prompt_tokens`` keeps the last k
-    prompt tokens.
+    prompt tokens. ``given`` names the sampling parameters that the client gave: the others may be
+    set by what is known of the model.
     """
 
     request_id: str
@@ -61,6 +62,7 @@ class GenerateRequest:
     priority: int = 0
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
+    given: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +70,18 @@ class GenerationStart:
     """First item of a stream: who serves the request, and with which version.
 
     ``generation`` is 0 for the base model. It arrives once the request is admitted, before any
-    token, so errors of admission are raised instead of it.
+    token, so errors of admission are raised instead of it. ``tool_parser`` and
+    ``reasoning_parser`` say how a chat's text is to be read; ``in_reasoning`` is true where the
+    prompt has opened the reasoning, None where there will be none.
     """
 
     replica_id: str
     adapter_name: str | None
     generation: int
     prompt_token_ids: tuple[int, ...]
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    in_reasoning: bool | None = None
 
 
 GenerationItem = GenerationStart | list[RequestOutput]

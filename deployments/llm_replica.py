@@ -66,6 +66,7 @@ class LLMReplica:
             base_model,
             coalesce_s=config.coalesce_ms / 1000,
             metrics=metrics,
+            profile=config.profile,
         )
         metrics.registry.register(
             EngineCollector(self._engine, base_model.id, replica_id, self._server.in_flight)

@@ -25,14 +25,20 @@ from deployments.generation import (
     TokenizeResult,
 )
 from deployments.metrics.replica_metrics import ReplicaMetrics
+from deployments.model_profile import ModelProfile
+from deployments.output_plan import OutputPlanner
 from deployments.prompt_encoder import PromptEncoder
 from deployments.replica_link import AdmittedAdapter, ReplicaLink
 from engine.errors import EngineDeadError
 from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
 
 
 class LLMServer:
-    """Serves requests on one engine. ``link`` says which adapters; None serves the base alone."""
+    """Serves requests on one engine. ``link`` says which adapters; None serves the base alone.
+
+    ``profile`` is the base model's; an adapter's own goes before it.
+    """
 
     def __init__(
         self,
@@ -42,12 +48,15 @@ class LLMServer:
         *,
         coalesce_s: float,
         metrics: ReplicaMetrics | None = None,
+        profile: ModelProfile | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.base_model = base_model
         self._engine = engine
         self._coalesce_s = coalesce_s
         self._encoder = PromptEncoder(engine.tokenizer)
+        self._planner = OutputPlanner(engine.tokenizer)
+        self._profile = profile or ModelProfile()
         self._link: ReplicaLink | None = None
         self._running: dict[str, AdapterVersion] = {}
         self._metrics = metrics or ReplicaMetrics(
@@ -65,12 +74,14 @@ class LLMServer:
             admitted = await stack.enter_async_context(
                 self._admit(request.adapter, request.split_key)
             )
+            profile = self._profile_of(admitted)
             prompt_token_ids = await self._encoder.encode(
                 request.prompt,
-                chat_template=None if admitted is None else admitted.chat_template,
+                chat_template=profile.chat_template,
                 add_special_tokens=request.add_special_tokens,
                 keep_last=request.truncate_prompt_tokens,
             )
+            plan = self._planner.plan(request, profile, prompt_token_ids)
             record.admitted(
                 None if admitted is None else admitted.version.name, len(prompt_token_ids)
             )
@@ -78,7 +89,7 @@ class LLMServer:
                 self._running[request.request_id] = admitted.version
                 stack.callback(self._running.pop, request.request_id, None)
             outputs = await stack.enter_async_context(
-                aclosing(self._outputs(request, prompt_token_ids, admitted))
+                aclosing(self._outputs(request, prompt_token_ids, plan.params, admitted))
             )
             first = await anext(outputs)
             record.outputs(first)
@@ -87,6 +98,9 @@ class LLMServer:
                 adapter_name=None if admitted is None else admitted.version.name,
                 generation=0 if admitted is None else admitted.version.generation,
                 prompt_token_ids=tuple(prompt_token_ids),
+                tool_parser=plan.tool_parser,
+                reasoning_parser=plan.reasoning_parser,
+                in_reasoning=plan.in_reasoning,
             )
             yield first
             async for item in outputs:
@@ -104,7 +118,7 @@ class LLMServer:
         async with self._admit(request.adapter) as admitted:
             token_ids = await self._encoder.encode(
                 request.prompt,
-                chat_template=None if admitted is None else admitted.chat_template,
+                chat_template=self._profile_of(admitted).chat_template,
                 add_special_tokens=request.add_special_tokens,
             )
         return TokenizeResult(
@@ -159,17 +173,21 @@ class LLMServer:
                 raise
             yield admitted
 
+    def _profile_of(self, admitted: AdmittedAdapter | None) -> ModelProfile:
+        return self._profile if admitted is None else admitted.profile.over(self._profile)
+
     async def _outputs(
         self,
         request: GenerateRequest,
         prompt_token_ids: list[int],
+        params: SamplingParams,
         admitted: AdmittedAdapter | None,
     ) -> AsyncGenerator[list[RequestOutput], None]:
         stream = coalesce(
             self._engine.generate(
                 request.request_id,
                 prompt_token_ids,
-                request.params,
+                params,
                 lora=None if admitted is None else admitted.lora,
                 priority=request.priority,
             ),

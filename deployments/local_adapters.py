@@ -9,14 +9,14 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from adapters import LoRARequest
 from deployments.cluster_protocol import Residency
 from deployments.engine_port import AdapterEngine
 from deployments.keyed_lock import KeyedLock
+from deployments.model_profile import ModelProfile, read_profile
 from deployments.sources import AdapterSources
 from engine.errors import AdapterNotLoadedError, EngineError, InvalidAdapterError
 
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 class LoadedAdapter:
     """Bytes that the engine accepted, and where they are on this machine.
 
-    ``chat_template`` is the adapter's own, if it came with one.
+    ``profile`` is what the adapter says of how it wants to be talked to.
     """
 
     request: LoRARequest
     rank: int
     size_bytes: int
-    chat_template: str | None = None
+    profile: ModelProfile = field(default_factory=ModelProfile)
 
 
 class ObserveLoad(Protocol):
@@ -165,15 +165,11 @@ class LocalAdapters:
             request = LoRARequest(
                 lora_name=name, lora_path=str(path), digest=digest, source_uri=source_uri
             )
+            profile = await asyncio.to_thread(read_profile, path)
             info = await self._engine.load_lora(request)
             return LoadedAdapter(
                 request=request,
                 rank=info.rank,
                 size_bytes=info.size_bytes,
-                chat_template=await asyncio.to_thread(_read_chat_template, path),
+                profile=profile,
             )
-
-
-def _read_chat_template(path: Path) -> str | None:
-    template = path / "chat_template.jinja"
-    return template.read_text(encoding="utf-8") if template.is_file() else None

@@ -89,6 +89,11 @@ class PromptEncoder:
                 "This model has no chat template; use completions.", param="messages"
             )
         assert prompt.messages is not None
+        if prompt.tools and "tools" not in str(template or self._tokenizer.chat_template):
+            # The model would never hear of them.
+            raise InvalidRequestError(
+                "This model's chat template does not take tools.", param="tools"
+            )
         try:
             rendered = self._tokenizer.apply_chat_template(
                 [dict(message) for message in prompt.messages],

@@ -37,6 +37,7 @@ from deployments.errors import (
 )
 from deployments.local_adapters import LoadedAdapter, LocalAdapters
 from deployments.metrics.replica_metrics import ReplicaMetrics
+from deployments.model_profile import ModelProfile
 from deployments.sources import AdapterSources
 from engine.errors import CapacityError, EngineError
 
@@ -56,7 +57,7 @@ class AdmittedAdapter:
 
     version: AdapterVersion
     lora: LoRARequest
-    chat_template: str | None
+    profile: ModelProfile
 
 
 @dataclass(slots=True, kw_only=True)
@@ -328,4 +329,4 @@ def _admitted(version: AdapterVersion, loaded: LoadedAdapter) -> AdmittedAdapter
         source_uri=version.source_uri,
         base_model_name=version.base_model,
     )
-    return AdmittedAdapter(version=version, lora=lora, chat_template=loaded.chat_template)
+    return AdmittedAdapter(version=version, lora=lora, profile=loaded.profile)

@@ -38,7 +38,8 @@ class CallFormat:
 
     Calls come after a marker of ``opens``, with ``separators`` and whitespace between them, up to
     the ``closes`` marker. ``starts_bare``: a text that begins with a brace or bracket is a call
-    without a marker. ``names_before``: a call may be a name followed by its arguments.
+    without a marker. ``names_before``: a call may be a name followed by its arguments, with
+    ``other_markers`` between the two.
     """
 
     opens: tuple[str, ...] = ()
@@ -47,12 +48,22 @@ class CallFormat:
     starts_bare: bool = False
     names_before: bool = False
     has_short_ids: bool = False
+    other_markers: tuple[str, ...] = ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Everything that may be a special token in a model's vocabulary."""
+        return (*self.opens, *filter(None, (self.closes,)), *self.other_markers)
 
 
 HERMES = CallFormat(opens=("<tool_call>",), closes="</tool_call>")
 LLAMA3 = CallFormat(opens=("<|python_tag|>",), separators=";", starts_bare=True)
 MISTRAL = CallFormat(
-    opens=("[TOOL_CALLS]",), separators=",[]", names_before=True, has_short_ids=True
+    opens=("[TOOL_CALLS]",),
+    separators=",[]",
+    names_before=True,
+    has_short_ids=True,
+    other_markers=("[CALL_ID]", "[ARGS]"),
 )
 # What a required call is made to look like, whatever the model's own format.
 JSON_LIST = CallFormat(separators=",[]", starts_bare=True)
