@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from adapters import AdapterVersion
 from deployments.aliases import AdapterAlias, split_adapter
 from deployments.cluster_protocol import TableUpdate
+from deployments.table_fingerprint import fingerprint
 
 
 class AdapterTable:
@@ -69,6 +70,10 @@ class AdapterTable:
             if any(split_adapter(target.adapter)[0] in names for target in alias.targets)
         ]
         return [*names, *aliases]
+
+    def fingerprint(self) -> int:
+        """What tells this table from one that says something else."""
+        return fingerprint(self._versions, self._kept, self._aliases.values())
 
     def is_used(self, digest: str) -> bool:
         """Whether anything still needs these bytes."""

@@ -120,7 +120,8 @@ class RegisterAnswer:
 class Watch:
     """A replica renews its lease, acknowledges what it applied, and waits for news.
 
-    ``metrics`` is for whoever asks the controller about the whole cluster.
+    ``metrics`` is for whoever asks the controller about the whole cluster; ``fingerprint`` is the
+    table's, now and then, so that one that went wrong is found.
     """
 
     member: MemberId
@@ -131,6 +132,7 @@ class Watch:
     num_running: int = 0
     num_waiting: int = 0
     metrics: bytes = b""
+    fingerprint: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ Answers replicas and operators and says who may do what. How an operation procee
 ``controller_actor.py``'s.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -36,6 +37,7 @@ from deployments.cluster_protocol import (
     Register,
     RegisterAnswer,
     Resolved,
+    TableUpdate,
     Watch,
     WatchAnswer,
 )
@@ -52,6 +54,8 @@ from deployments.push_store import PushStore
 from deployments.sources import AdapterSources
 from deployments.state_store import StateStore
 from deployments.two_phase import TwoPhase
+
+logger = logging.getLogger(__name__)
 
 # First segments of names that would be taken for routes below /v1/adapters.
 _ROUTES = frozenset({"aliases", "operations"})
@@ -123,14 +127,29 @@ class Controller:
         """Renew a replica's lease and answer when there is news, or after a while."""
         received = self._store.mark()
         member = self._agreement.renew(request)
-        await self._agreement.wait_for_news(request, member, self._settings.poll_s)
+        update = self._repair(request)
+        if update is None:
+            await self._agreement.wait_for_news(request, member, self._settings.poll_s)
         # The lease counts from here on at the latest, so whoever takes over waits for it.
         await self._store.confirm(received)
         return WatchAnswer(
-            update=self._desired.update_since(request.journal_id, request.table_version),
+            update=update or self._desired.update_since(request.journal_id, request.table_version),
             preparing=self._agreement.preparing(member),
             lease_s=self._settings.lease_s,
         )
+
+    def _repair(self, request: Watch) -> TableUpdate | None:
+        """The whole table for a replica whose own says something else at the same version."""
+        is_current = (request.journal_id, request.table_version) == (
+            self._desired.journal_id,
+            self._desired.table_version,
+        )
+        if request.fingerprint is None or not is_current:
+            return None
+        if request.fingerprint == self._desired.fingerprint():
+            return None
+        logger.error("the table of replica %s is wrong", request.member.replica_id)
+        return self._desired.snapshot()
 
     async def report(self, member: MemberId, op_id: str, report: PrepareReport) -> None:
         """Take in how a replica's prepare ended."""

@@ -9,6 +9,7 @@ from adapters import AdapterVersion
 from deployments.aliases import split_adapter
 from deployments.cluster_protocol import AliasChange, TableChange, TableUpdate
 from deployments.journal import StoredState
+from deployments.table_fingerprint import fingerprint
 
 # A replica further behind than this gets a snapshot.
 _MAX_CHANGES = 4096
@@ -24,6 +25,7 @@ class DesiredState:
         self.kept = dict(stored.kept)
         self.aliases = dict(stored.aliases)
         self.unloaded = set(stored.unloaded)
+        self._fingerprint: tuple[int, int] | None = None
         self._changes: deque[tuple[int, TableChange | AliasChange]] = deque(maxlen=_MAX_CHANGES)
 
     def apply(self, change: TableChange, table_version: int) -> None:
@@ -86,6 +88,13 @@ class DesiredState:
         """Of all versions in service or kept."""
         kept = (version for versions in self.kept.values() for version in versions)
         return {version.digest for version in (*self.adapters.values(), *kept)}
+
+    def fingerprint(self) -> int:
+        """What a replica's table at this version must have as its fingerprint."""
+        if self._fingerprint is None or self._fingerprint[0] != self.table_version:
+            found = fingerprint(self.adapters, self.kept, self.aliases.values())
+            self._fingerprint = (self.table_version, found)
+        return self._fingerprint[1]
 
     def snapshot(self) -> TableUpdate:
         """The whole table."""

@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 # rates differ a little. (It also counts from the sending, the controller from the receiving.)
 _LEASE_MARGIN = 0.05
 _RETRY_S = 0.2
+# How often the whole table is compared with the controller's.
+_CHECK_S = 30.0
 # Adapters prepared at the same time when joining.
 _MAX_WARMING = 4
 
@@ -96,6 +98,7 @@ class ReplicaLink:
         self._applied = Signal(clock)
         self._lease_until = -math.inf
         self._lease_s = 0.0
+        self._check_at = -math.inf
         self._prepares: dict[str, _Prepare] = {}
         self._resolving: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -213,10 +216,18 @@ class ReplicaLink:
             residency=self.adapters.residency(),
             num_running=num_running,
             num_waiting=num_waiting,
+            fingerprint=self._fingerprint_if_due(),
             metrics=b"" if self._metrics is None else self._metrics.snapshot(),
         )
         sent_at = self._clock.now()
         self._take(await self._port.watch(watch), sent_at)
+
+    def _fingerprint_if_due(self) -> int | None:
+        """Now and then only: with 10,000 names it takes as long as a few tokens."""
+        if self._clock.now() < self._check_at:
+            return None
+        self._check_at = self._clock.now() + _CHECK_S
+        return self.table.fingerprint()
 
     def _take(self, answer: WatchAnswer, sent_at: float) -> None:
         # The table comes first: it keeps what a committed prepare made ready, and the lease means

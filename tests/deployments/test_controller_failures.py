@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from deployments.aliases import AliasTarget
+from deployments.backend import SetAlias
 from deployments.errors import (
     AdapterNotFoundError,
     JournalUnavailableError,
@@ -247,6 +249,31 @@ async def test_lost_journal_does_not_leave_replicas_on_the_old_table(cluster: Cl
     for replica in cluster.replicas.values():
         assert replica.link.holds_lease
         assert replica.link.table.find("sql") is None
+
+
+@pytest.mark.parametrize("damage", ["stale", "missing", "kept", "alias"])
+async def test_a_table_that_went_wrong_is_repaired(
+    cluster: Cluster, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = await cluster.clock.finish(cluster.load("sql", cluster.write_adapter("v1", "old")))
+    path = cluster.write_adapter("v2", "new")
+    new = await cluster.clock.finish(cluster.load("sql", path, load_inplace=True))
+    alias = SetAlias(name="prod", targets=(AliasTarget("sql"),))
+    await cluster.clock.finish(cluster.controller.set_alias(alias, "alias"))
+    await cluster.clock.advance(40)
+    assert "is wrong" not in caplog.text
+    table = cluster.replicas["r2"].link.table
+    wrong = {
+        "stale": lambda: table._versions.update(sql=old),
+        "missing": lambda: table._versions.pop("sql"),
+        "kept": lambda: table._kept.clear(),
+        "alias": lambda: table._aliases.clear(),
+    }
+    wrong[damage]()
+    await cluster.clock.advance(40)
+    assert "the table of replica r2 is wrong" in caplog.text
+    assert table.fingerprint() == cluster.replicas["r1"].link.table.fingerprint()
+    assert await cluster.clock.finish(cluster.replicas["r2"].digest_for("prod")) == new.digest
 
 
 async def test_journal_that_cannot_be_written_changes_nothing(
