@@ -69,5 +69,8 @@ INITS_ON_UNCHANGED_BASE = (True, False, "gaussian", "orthogonal", "eva", "mica")
 
 
 def is_off(value: object) -> bool:
-    """True for the values that PEFT treats as "not used": null, false and empty."""
-    return value is None or value is False or value in ("", [], {})
+    """True for the values that PEFT treats as "not used": null, false and empty text or list.
+
+    Not for an empty object: PEFT makes a sub-configuration with its defaults of that.
+    """
+    return value is None or value is False or value in ("", [])

@@ -129,9 +129,15 @@ def test_a_feature_that_is_not_served_is_refused_by_name(
 
 
 @pytest.mark.parametrize("name", sorted(OFF_ONLY))
-@pytest.mark.parametrize("value", [None, False, [], {}, ""])
+@pytest.mark.parametrize("value", [None, False, [], ""])
 def test_a_feature_that_is_off_is_accepted(name: str, value: object) -> None:
     parse_peft_config({**GOOD, name: value})
+
+
+@pytest.mark.parametrize("name", sorted(OFF_ONLY))
+def test_an_empty_configuration_is_not_off_as_peft_fills_in_its_defaults(name: str) -> None:
+    with pytest.raises(UnsupportedAdapterError, match=name):
+        parse_peft_config({**GOOD, name: {}})
 
 
 @pytest.mark.parametrize("name", sorted(HARMLESS))
