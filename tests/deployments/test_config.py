@@ -98,6 +98,19 @@ def test_plugins_of_vllm_order_the_resolvers(plugins: str | None, names: list[st
     assert [entry["name"] for entry in adapters.entries] == names
 
 
+@pytest.mark.parametrize(
+    ("plugins", "names"), [(None, ["s3", "hub"]), ("lora_hf_hub_resolver", ["hub"]), ("", [])]
+)
+def test_repositories_of_vllm_are_for_the_hub(plugins: str | None, names: list[str]) -> None:
+    environ = {"VLLM_LORA_RESOLVER_HF_REPO_LIST": "acme/sql, acme/chat"}
+    if plugins is not None:
+        environ["VLLM_PLUGINS"] = plugins
+    adapters = load_config({"adapters": {"resolvers": [BUCKET]}}, environ).adapters
+    assert [entry["name"] for entry in adapters.entries] == names
+    assert adapters.resolvers[-1]["allowed"] == ("acme/sql", "acme/chat")
+    assert adapters.roots[-1] == "hf://acme/chat"
+
+
 def test_explicit_loads_may_name_what_the_resolvers_read() -> None:
     adapters = load_config(
         {"adapters": {"directories": ["/a"], "resolvers": [BUCKET]}}, {}
