@@ -1,14 +1,16 @@
 """Loads, replaces and unloads across replicas when everything works, or says no."""
 
 import asyncio
+import pickle
+import tracemalloc
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from adapters import InvalidAdapterNameError
-from deployments.backend import AdapterState, LoadAdapter, PinAdapter
+from adapters import AdapterVersion, InvalidAdapterNameError
+from deployments.backend import AdapterQuery, AdapterState, LoadAdapter, PinAdapter
 from deployments.controller_settings import ControllerSettings
 from deployments.errors import (
     AdapterAlreadyLoadedError,
@@ -23,6 +25,8 @@ from deployments.errors import (
     ReplicaUnavailableError,
     RuntimeUpdatingDisabledError,
 )
+from deployments.journal import StoredState
+from deployments.state_store import SqliteStateStore
 from engine.errors import UnsupportedAdapterError
 from tests.deployments.cluster import BASE, Cluster, running_cluster
 from tests.deployments.fake_clock import settle
@@ -324,3 +328,48 @@ async def test_without_replicas_nothing_can_be_checked(tmp_path: Path) -> None:
     async with running_cluster(tmp_path) as cluster:
         with pytest.raises(ReplicaUnavailableError):
             await cluster.clock.finish(cluster.load("sql", cluster.write_adapter("sql")))
+
+
+async def test_ten_thousand_names_cost_a_joining_replica_little(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path) as cluster:
+        cluster.kill_controller()
+        store = SqliteStateStore(tmp_path / "journal.sqlite3")
+        store.journal.restore(
+            StoredState(
+                journal_id="",
+                table_version=1,
+                adapters={f"team/a{index}": registered(index) for index in range(10_000)},
+            ),
+            generation=10_000,
+        )
+        await store.close()
+        cluster.start_controller()
+        snapshot = cluster.controller._desired.snapshot()
+        assert len(pickle.dumps(snapshot)) < 3_000_000
+        tracemalloc.start()
+        replica = await cluster.add_replica("r1")
+        used, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert used < 20_000_000
+        # Registered is not resident.
+        assert replica.engine.num_loads == 0
+        assert replica.link.table.find("team/a9999") == registered(9999)
+        page = await cluster.controller.list_adapters(AdapterQuery(after="team/a5", limit=3))
+        assert [status.version.name for status in page] == [
+            "team/a50",
+            "team/a500",
+            "team/a5000",
+        ]
+
+
+def registered(index: int) -> AdapterVersion:
+    return AdapterVersion(
+        name=f"team/a{index}",
+        generation=index + 1,
+        digest=f"{index:064x}",
+        source_uri=f"s3://models/adapters/a{index}",
+        base_model=BASE,
+        rank=16,
+        size_bytes=1 << 24,
+        pinned=False,
+    )

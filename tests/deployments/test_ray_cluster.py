@@ -273,6 +273,24 @@ async def test_controller_killed_between_operations_keeps_its_word(
     assert traffic == []
 
 
+async def test_requests_for_adapters_do_not_wait_for_the_controller(served: Served) -> None:
+    backend = served.backend()
+    version = await backend.load_adapter(
+        LoadAdapter(name="steady", source=served.write_adapter("steady", "s"))
+    )
+    controller = find_or_create_controller(served.deployed)
+    pid = await controller.process_id.remote()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        # Well within a lease.
+        async with asyncio.timeout(served.config.cluster.lease_s / 2):
+            seen = await replicas_seen(backend, "steady", 24)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert len(seen) == 2
+    assert set().union(*seen.values()) == {version.generation}
+
+
 async def test_killed_replica_is_replaced_by_one_that_knows_everything(served: Served) -> None:
     backend = served.backend()
     version = await backend.load_adapter(

@@ -16,6 +16,7 @@ from deployments.config import ClusterSettings
 from deployments.state_store import SqliteStateStore
 from deployments.state_transfer import JournalNotEmptyError, export_state, import_state
 from tests.deployments.cluster import Cluster, running_cluster
+from tests.resolvers.s3_server import CREDENTIALS, Bucket, s3_server
 
 
 @pytest.fixture
@@ -72,6 +73,32 @@ async def test_replicas_adopt_an_imported_state(cluster: Cluster) -> None:
     assert replica.link.table.find("sql") == expected
     assert replica.link.table.find_alias("prod") is not None
     assert (await cluster.controller.get_adapter("sql")).kept[0].generation == 1
+
+
+async def test_the_command_moves_a_journal_to_s3_and_back(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    file = tmp_path / "state.json"
+    file.write_text(json.dumps(export_state(cluster.store.journal)))
+    with s3_server() as port:
+        Bucket(port, "journals").create()
+        place = ["--state-dir", "s3://journals/here", "--endpoint-url", f"http://127.0.0.1:{port}"]
+
+        async def invoke(command: str, *arguments: str) -> Result:
+            options = ["state", command, "--model", "team/model", *place, *arguments]
+            return await asyncio.to_thread(CliRunner().invoke, app, options)
+
+        missing = await invoke("export")
+        assert (missing.exit_code, "there is no journal" in missing.output) == (1, True)
+        assert "imported 1 adapters" in (await invoke("import", str(file))).output
+        exported = json.loads((await invoke("export")).output)
+        refused = await invoke("import", str(file))
+        assert (refused.exit_code, "already" in refused.output) == (1, True)
+    wanted = json.loads(file.read_text())
+    for part in ("adapters", "kept", "aliases", "unloaded", "generation"):
+        assert exported[part] == wanted[part]
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "other"}'])

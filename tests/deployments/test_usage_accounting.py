@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 from fastapi import FastAPI
 
@@ -31,7 +32,7 @@ from resolvers.file_lock import lock_existing
 from resolvers.store import AdapterStore
 from tests.consistency.adapter_makers import ForcingAdapters, content_of, save_forced_model
 from tests.deployments.cluster import FakeLiveness
-from tests.deployments.http_client import Client, Json
+from tests.deployments.http_client import Client, Json, assert_error
 from tests.deployments.local_backend import LocalBackend
 from tests.deployments.test_http_disconnect import Connection
 
@@ -368,6 +369,31 @@ async def test_force_ends_requests_that_wait_or_were_preempted(world: World) -> 
     await until(lambda: world.engine.stats().total_preemptions > before)
     await world.unload(force=True)
     await asyncio.gather(*(connection.task for connection in connections))
+    await world.until_nothing_is_left()
+
+
+async def test_memory_full_of_pinned_adapters_is_said_and_nothing_is_evicted(
+    world: World, tmp_path: Path
+) -> None:
+    adapters = ForcingAdapters(tmp_path / "adapters")
+
+    async def load(index: int, *, pin: bool) -> httpx.Response:
+        path = await asyncio.to_thread(adapters.write, index)
+        body = {"name": f"a{index}", "source": str(path), "pin": pin}
+        return await world.client.post("/v1/adapters", json=body)
+
+    await world.unload()
+    for index in range(1, 5):
+        assert (await load(index, pin=True)).status_code == 200
+    for pin in (False, True):
+        refused = await load(5 + pin, pin=pin)
+        assert_error(refused, 507, None)
+        assert "r1" in refused.text
+    for index in range(1, 5):
+        text = (await world.complete(model=f"a{index}"))["choices"][0]["text"]
+        assert adapters.contents(text) == (content_of(index),)
+    for index in range(1, 5):
+        assert (await world.client.delete(f"/v1/adapters/a{index}")).status_code == 200
     await world.until_nothing_is_left()
 
 
