@@ -7,7 +7,7 @@ import yaml
 from pydantic import ValidationError
 
 from deployments.app import replica_config
-from deployments.config import DeploymentConfig, find_prepared, load_config
+from deployments.config import ClusterSettings, DeploymentConfig, find_prepared, load_config
 from deployments.controller_actor import Deployed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,6 +137,9 @@ def test_allowed_roots_replace_the_directories(tmp_path: Path) -> None:
         {"adapters": {"resolvers": [{"name": "s3"}]}},
         {"adapters": {"resolvers": [{"name": "s3", "uri": "s3://b/p", "endpoint": "typo"}]}},
         {"adapters": {"store_max_bytes": 0}},
+        {"cluster": {"state_dir": "gs://bucket/state"}},
+        {"cluster": {"state_dir": "s3://"}},
+        {"cluster": {"state_dir": "s3://bucket/state?versionId=1"}},
     ],
 )
 def test_nonsense_is_refused(args: dict[str, object]) -> None:
@@ -164,6 +167,19 @@ def test_journal_has_one_file_for_each_model(
     monkeypatch.setenv("LORAFLEET_HOME", str(tmp_path))
     cluster = DeploymentConfig().cluster
     assert cluster.journal_path("a/b") == tmp_path / "state" / "a--b.sqlite3"
+    assert cluster.journal_uri("a/b") is None
+    assert cluster.push_archive_uri("a/b") is None
+
+
+@pytest.mark.parametrize("state_dir", ["s3://bucket/some/where", "s3://bucket/some/where/"])
+def test_journal_in_s3_has_pushed_adapters_beside_it(
+    state_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORAFLEET_HOME", str(tmp_path))
+    cluster = ClusterSettings(state_dir=state_dir)
+    assert cluster.journal_uri("a/b") == "s3://bucket/some/where/a--b.journal"
+    assert cluster.push_archive_uri("a/b") == "s3://bucket/some/where/a--b.pushed"
+    assert cluster.push_path == tmp_path / "state" / "pushed"
 
 
 def test_stored_settings_hold_no_keys() -> None:
