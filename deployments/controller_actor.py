@@ -112,13 +112,14 @@ class ControllerActor:
     async def configure(self, deployed: Deployed) -> None:
         """Take over the settings of a newer deployment."""
         controller = await self._controller()
-        if deployed.deployed_at <= self._deployed.deployed_at:
-            return
-        self._deployed = deployed
-        assert self._store is not None
-        await self._store.write_setting(_DEPLOYED, deployed.to_json())
-        sources = build_sources(deployed.config, self._metrics.observe_resolver)
-        controller.configure(deployed.controller_settings(), sources)
+        async with self._opening:
+            if deployed.deployed_at <= self._deployed.deployed_at:
+                return
+            assert self._store is not None
+            await self._store.write_setting(_DEPLOYED, deployed.to_json())
+            self._deployed = deployed
+            sources = build_sources(deployed.config, self._metrics.observe_resolver)
+            controller.configure(deployed.controller_settings(), sources)
 
     async def process_id(self) -> int:
         """The actor's process, for operators."""

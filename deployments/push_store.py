@@ -110,15 +110,20 @@ class PushStore:
                 del self._held[digest]
 
     async def take_over(self, name: str, upload: str, digest: str) -> LoRARequest:
-        """Keep received files under their digest, which the receiver has computed."""
+        """Keep received files under their digest, which the receiver has computed.
+
+        To be called while the digest is held.
+        """
         if not _ID.fullmatch(upload) or not _DIGEST.fullmatch(digest):
             raise AdapterSourceError(name, upload, "no such upload")
         async with self._lock:
             path = self._adapters / digest
             try:
-                await asyncio.to_thread(self._publish, self._incoming / upload, path)
+                await asyncio.to_thread(_publish, self._incoming / upload, path)
             except FileNotFoundError as error:
                 raise AdapterSourceError(name, upload, "the upload is gone, try again") from error
+        if self._archive is not None:
+            await asyncio.to_thread(self._archive.keep, digest, path)
         return LoRARequest(
             lora_name=name, lora_path=str(path), digest=digest, source_uri=push_uri(digest)
         )
@@ -143,13 +148,6 @@ class PushStore:
             wanted = used() | self._held.keys()
             await asyncio.to_thread(self._remove, wanted)
 
-    def _publish(self, upload: Path, path: Path) -> None:
-        if not path.is_dir():
-            _move(upload, path)
-        if self._archive is not None:
-            self._archive.keep(path.name, path)
-        shutil.rmtree(upload, ignore_errors=True)
-
     def _remove(self, wanted: set[str]) -> None:
         for path in _entries(self._adapters):
             if path.name not in wanted:
@@ -165,6 +163,12 @@ class PushStore:
 def push_uri(digest: str) -> str:
     """The source of a pushed adapter."""
     return f"{PUSH_SCHEME}:{digest}"
+
+
+def _publish(upload: Path, path: Path) -> None:
+    if not path.is_dir():
+        _move(upload, path)
+    shutil.rmtree(upload, ignore_errors=True)
 
 
 def _move(upload: Path, path: Path) -> None:

@@ -18,6 +18,8 @@ from deployments.push_store import PushStore
 _PART_BYTES = 8 << 20
 # All replicas ask within seconds of each other; one that comes later has the parts put again.
 _SHARED_S = 30.0
+# A trainer that pushes all the time must not fill the object store meanwhile.
+_MAX_SHARED = 4
 
 
 class PushSharing:
@@ -31,11 +33,15 @@ class PushSharing:
     async def share(self, digest: str) -> Sequence[PushedFile]:
         """An adapter's files; raises FileNotFoundError."""
         async with self._digests.hold(digest):
-            if digest not in self._shared:
+            files = self._shared.get(digest)
+            if files is None:
                 path = await self._pushes.bring(digest)
-                self._shared[digest] = await asyncio.to_thread(_put_files, path)
+                files = self._shared[digest] = await asyncio.to_thread(_put_files, path)
+                while len(self._shared) > _MAX_SHARED:
+                    # Whoever is reading it keeps its parts.
+                    del self._shared[next(iter(self._shared))]
                 asyncio.get_running_loop().call_later(_SHARED_S, self._shared.pop, digest, None)
-            return self._shared[digest]
+            return files
 
 
 async def send_upload(directory: Path, controller: ControllerClient) -> None:

@@ -7,6 +7,7 @@ certain that its process is gone. Knows nothing of sources, resolvers or what us
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -81,6 +82,7 @@ class TwoPhase:
         self._clock = clock
         self._signal = Signal(clock)
         self._prepares: dict[str, _Prepare] = {}
+        self._joining: Counter[MemberId] = Counter()
         # Told how long the members took to follow a change.
         self.observe_broadcast: Callable[[float], object] = lambda _: None
         # A restarted controller cannot know when these renewed last: grant them a whole lease.
@@ -91,7 +93,11 @@ class TwoPhase:
 
     async def register(self, request: Register) -> Member:
         """Make a replica a member, in the journal first."""
-        await self._store.add_member(request)
+        self._joining[request.member] += 1
+        try:
+            await self._store.add_member(request)
+        finally:
+            self._joining[request.member] -= 1
         member = self.members.add(request, self._clock.now())
         self._signal.notify()
         return member
@@ -319,6 +325,8 @@ class TwoPhase:
             self.leave(by_name[actor_name].id)
 
     def _forget_member(self, member_id: MemberId) -> None:
+        if self._joining[member_id]:
+            return  # Its former lease ended while it is being written down anew.
         try:
             self._store.remove_member(member_id)
         except JournalUnavailableError:

@@ -8,6 +8,7 @@ import pytest
 
 from deployments.aliases import AliasTarget
 from deployments.backend import SetAlias
+from deployments.cluster_protocol import Register
 from deployments.errors import (
     AdapterNotFoundError,
     JournalUnavailableError,
@@ -226,6 +227,29 @@ async def test_restarted_controller_waits_for_replicas_that_it_has_not_heard(
     assert not unload.done()
     await cluster.clock.finish(unload)
     assert not lost.link.holds_lease
+
+
+async def test_a_replica_that_registers_again_while_its_lease_ends_stays_in_the_journal(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, store = cluster.replicas["r2"], cluster.store
+    lost.network.is_up.clear()
+    await cluster.clock.advance(11)
+    add_member, go_on = store.add_member, asyncio.Event()
+
+    async def add_slowly(member: Register) -> None:
+        await add_member(member)
+        await go_on.wait()
+
+    monkeypatch.setattr(store, "add_member", add_slowly)
+    again = asyncio.ensure_future(cluster.controller.register(lost.link._identity))
+    await settle()
+    await cluster.controller.list_replicas()
+    go_on.set()
+    await again
+    assert {member.member.replica_id for member in store.load().members} == {"r1", "r2"}
+    replicas = await cluster.controller.list_replicas()
+    assert {replica.replica_id for replica in replicas} == {"r1", "r2"}
 
 
 async def test_restart_keeps_adapters_and_generations(cluster: Cluster) -> None:
