@@ -5,6 +5,7 @@ Needs a ``Backend`` and settings; knows neither Ray nor where requests are serve
 
 from fastapi import APIRouter, Depends, FastAPI, Response
 
+from deployments.admin_page.pages import admin_page_router
 from deployments.backend import Backend
 from deployments.openai.adapters import adapters_router, admin_router
 from deployments.openai.aliases import aliases_router
@@ -58,6 +59,7 @@ def create_http_app(
     app.include_router(admin_router(api))
     app.include_router(management_router(api))
     app.include_router(push_router(api))
+    app.include_router(admin_page_router(api))
     return app
 
 

@@ -35,7 +35,9 @@ alias_app = typer.Typer(no_args_is_help=True, help="Names that stand for adapter
 adapters_app.add_typer(alias_app, name="alias")
 
 Name = Annotated[str, typer.Argument(help="the adapter's name")]
-Pin = Annotated[bool, typer.Option("--pin", help="keep its weights in memory everywhere")]
+Pin = Annotated[
+    bool, typer.Option("--pin", help="keep its weights in memory everywhere; else it is unpinned")
+]
 Source = Annotated[
     str | None,
     typer.Argument(help="path or URI as the replicas see it; left out, resolvers are asked"),

@@ -241,6 +241,7 @@ class FakeBackend:
             raise AdapterSourceError(load.name, "/nope", "no such directory")
         generation = max((each.generation for each in self.adapters.values()), default=0) + 1
         self.register(load.name, generation)
+        self.adapters[load.name] = replace(self.adapters[load.name], pinned=load.pin)
         return self.adapters[load.name]
 
     @contextmanager
