@@ -95,10 +95,10 @@ class CaseBuilder:
         products = num_tokens * weight.numel()
         moved = x.numel() + weight.numel() + gate.numel()
         yield OpCase("linear", shape, (x, weight), moved * size, 2 * products)
-        args = (x, self._random(model.hidden), 1e-5)
-        yield OpCase("rms_norm", shape, args, 2 * x.numel() * size, 4 * x.numel())
-        args = (x.clone(), x, args[1], 1e-5)
-        yield OpCase("add_rms_norm", shape, args, 4 * x.numel() * size, 5 * x.numel(), (0,))
+        scale, eps = self._random(model.hidden), 1e-5
+        yield OpCase("rms_norm", shape, (x, scale, eps), 2 * x.numel() * size, 4 * x.numel())
+        added = (x.clone(), x, scale, eps)
+        yield OpCase("add_rms_norm", shape, added, 4 * x.numel() * size, 5 * x.numel(), (0,))
         yield OpCase("silu_and_mul", shape, (gate, up), 3 * gate.numel() * size, 5 * gate.numel())
 
     def store(self, num_tokens: int) -> OpCase:
