@@ -68,6 +68,11 @@ def available() -> bool:
     return _extension is not None
 
 
+def extension() -> Any:
+    """Return the extension itself; only while `available`."""
+    return _extension
+
+
 def supported_isas() -> list[str]:
     """Return the instruction sets that this CPU runs, slowest first; the last is the default."""
     names: list[str] = _extension.supported_isas()
@@ -87,7 +92,7 @@ def use_isa(name: str) -> Iterator[None]:
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``x @ weight.T + bias``; sums are float32."""
-    if x.dtype not in _DTYPES or x.dim() != 2 or _prefers_torch(x):
+    if x.dtype not in _DTYPES or x.dim() != 2 or prefers_torch(x):
         return torch_ops.linear(x, weight, bias)
     result: torch.Tensor = _extension.linear(x, weight, bias)
     return result
@@ -97,13 +102,14 @@ def linear_multi(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor]:
     """Return `linear` of one input for each weight, in one call."""
-    if x.dtype not in _DTYPES or x.dim() != 2 or _prefers_torch(x):
+    if x.dtype not in _DTYPES or x.dim() != 2 or prefers_torch(x):
         return torch_ops.linear_multi(x, weights, biases)
     results: list[torch.Tensor] = _extension.linear_multi(x, weights, biases)
     return results
 
 
-def _prefers_torch(x: torch.Tensor) -> bool:
+def prefers_torch(x: torch.Tensor) -> bool:
+    """Return whether torch multiplies so many rows faster, on hardware for it."""
     return (
         _native_min_rows is not None
         and x.dtype == torch.bfloat16

@@ -15,7 +15,7 @@ from engine.config import LoRAConfig
 from engine.lora.adapter import LoRAAdapter
 from engine.lora.slot_changes import SlotChanges
 from engine.lora.targets import ModelTargets
-from engine.lora.weights import LoRAWeights
+from engine.lora.weights import LoRAWeights, SlotWeights
 from engine.models.context import ForwardContext, LoRAScope
 from engine.models.layers import KernelLinear, LinearGroup
 from kernels import ops
@@ -45,12 +45,17 @@ class LoRAUpdate:
         self._changes = slots.changes
         self._scope = scope
 
+    @property
+    def slot_weights(self) -> SlotWeights | None:
+        """What the linears add from, None while no adapter has targeted them."""
+        return self._weights.module(self._names[0])
+
     def __call__(self, rows: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
         scope = self._scope
         batch = scope.batch
         if batch is None:
             return
-        if (lora := self._weights.module(self._names[0])) is not None:
+        if (lora := self.slot_weights) is not None:
             ops.lora_apply(rows, lora.lora_a, lora.lora_b, lora.ranks, batch, outs)
         if scope.changes is not None:
             self._changes.apply_to_linears(self._names, rows, outs, scope.changes)

@@ -14,8 +14,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.models.attention import paged_attention_of
+from engine.models.context import ForwardContext
+from engine.models.fused_layers import FusedLayers
 from engine.models.layers import GatedMLP, KernelLinear, KernelRMSNorm, LinearGroup
 from kernels import ops
+from kernels.decoder import DecoderLayers
 
 # How each architecture says how far a layer sees. All else in their decoder layers is Llama's, and
 # in Qwen3 a norm of each query and key head.
@@ -48,11 +51,23 @@ class LlamaBody:
     def __init__(self, model: PreTrainedModel) -> None:
         window_of = _WINDOWS[type(model).__name__]
         inner: Any = model.model
+        self._modules = inner.layers
         self._embed: nn.Module = inner.embed_tokens
         self._rotary: nn.Module = inner.rotary_emb
-        self._layers = [_LlamaLayer(layer, window_of(layer.self_attn)) for layer in inner.layers]
+        self._windows = [window_of(layer.self_attn) for layer in inner.layers]
+        self._layers = [
+            _LlamaLayer(layer, window)
+            for layer, window in zip(inner.layers, self._windows, strict=True)
+        ]
+        self._fused: FusedLayers | None = None
         self._norm: KernelRMSNorm = inner.norm
         self._head = model.lm_head
+
+    def fuse_layers(self, context: ForwardContext) -> None:
+        """From now on run all layers as one call where that is possible."""
+        weight = self._norm.weight
+        if DecoderLayers.runs_on(weight.device, weight.dtype):
+            self._fused = FusedLayers(self._modules, self._windows, context)
 
     def __call__(
         self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
@@ -60,13 +75,19 @@ class LlamaBody:
         """Map [T] tokens to the logits [R, vocab] of the chosen rows."""
         stream = self._embed(input_ids)
         cos, sin = (t[0] for t in self._rotary(stream, position_ids=positions.unsqueeze(0)))
+        if self._fused is not None and self._fused.fits(stream):
+            stream.add_(self._fused.run(stream, cos, sin))
+        else:
+            self._loop(stream, cos, sin)
+        logits: torch.Tensor = self._head.project(self._norm.normalise(stream[rows]))
+        return logits
+
+    def _loop(self, stream: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         update = None
         for layer in self._layers:
             update = layer.run(stream, update, cos, sin)
         if update is not None:
             stream.add_(update)
-        logits: torch.Tensor = self._head.project(self._norm.normalise(stream[rows]))
-        return logits
 
 
 class _LlamaLayer:

@@ -89,6 +89,8 @@ class PagedModel:
                 self._context,
                 ModelPlace(model.dtype, device, self._body.head_modules),
             )
+        if isinstance(self._body, LlamaBody):
+            self._body.fuse_layers(self._context)
         check_isolation(self.forward, self.allocate_cache, config.cache.block_size, self.spec)
         self._release_cache()
 
