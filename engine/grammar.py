@@ -212,7 +212,8 @@ def _to_lark(structured: StructuredOutput) -> str:
         )
     if structured.kind == "regex":
         return str(LLMatcher.grammar_from_regex(source))
-    return str(LLMatcher.grammar_from_lark(any_to_lark(source)))
+    is_lark = structured.kind == "lark"
+    return str(LLMatcher.grammar_from_lark(source if is_lark else any_to_lark(source)))
 
 
 def _failed(reason: str) -> GrammarFailedError:

@@ -76,6 +76,7 @@ class Api:
                 priority=body.priority,
                 add_special_tokens=getattr(body, "add_special_tokens", True),
                 truncate_prompt_tokens=truncate,
+                given=_given(body),
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -105,6 +106,12 @@ class ResponseHead:
     @property
     def fingerprint_field(self) -> bytes:
         return b',"system_fingerprint":' + orjson.dumps(self.system_fingerprint)
+
+
+def _given(body: GenerationBody) -> frozenset[str]:
+    """The sampling parameters that the client gave, under their names in SamplingParams."""
+    given = body.model_fields_set
+    return frozenset(given | {"max_tokens"} if "max_completion_tokens" in given else given)
 
 
 def _truncation(wanted: int | None, params: SamplingParams, max_model_len: int) -> int | None:

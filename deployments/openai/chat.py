@@ -10,6 +10,7 @@ from deployments.generation import PromptInput
 from deployments.openai.api import Api, ResponseHead
 from deployments.openai.body import read_body
 from deployments.openai.choices import Choice, ChoiceSet, merge_by_choice
+from deployments.openai.failures import ApiError
 from deployments.openai.fanout import Fanout, PromptOutput
 from deployments.openai.logprobs import (
     Positions,
@@ -17,13 +18,16 @@ from deployments.openai.logprobs import (
     chat_logprobs,
     prompt_logprobs,
 )
+from deployments.openai.messages import MessageParts
 from deployments.openai.prompts import chat_prompt
 from deployments.openai.respond import respond
 from deployments.openai.sampling import chat_params
 from deployments.openai.schema import ChatBody
 from deployments.openai.sse import DONE
+from deployments.openai.structured import structured_output
+from deployments.openai.tools import ToolPlan, message_parser, tool_plan
 from deployments.openai.usage import Usage
-from engine.outputs import PositionLogprobs
+from engine.outputs import FinishReason, PositionLogprobs
 
 OBJECT = "chat.completion"
 CHUNK_OBJECT = "chat.completion.chunk"
@@ -37,14 +41,15 @@ def chat_router(api: Api) -> APIRouter:
     async def create_chat_completion(request: Request) -> Response:
         body = await read_body(request, ChatBody, api.settings.max_body_bytes)
         base = await api.base_model()
-        prompt = chat_prompt(body, api.settings)
-        params = chat_params(body, base.vocab_size)
+        plan = _tool_plan(body)
+        prompt = chat_prompt(body, api.settings, plan.template_tools)
+        params = chat_params(body, base.vocab_size, plan.structured)
         head = api.head("chatcmpl", body, base)
         request_id = request.scope["state"]["request_id"]
         requests = api.requests(head, body, [prompt], params, base, request_id=request_id)
 
         async def make_writer(fanout: Fanout) -> ChatWriter:
-            return ChatWriter(api, head, body, fanout, prompt)
+            return ChatWriter(api, head, body, fanout, prompt, plan)
 
         return await respond(
             request, Fanout(api.backend, requests), make_writer, stream=body.stream
@@ -53,16 +58,41 @@ def chat_router(api: Api) -> APIRouter:
     return router
 
 
+def _tool_plan(body: ChatBody) -> ToolPlan:
+    plan = tool_plan(body)
+    structured = structured_output(body)
+    if plan.template_tools is not None and structured is not None:
+        raise ApiError(
+            f"{structured.field} does not go with tools that may be called.",
+            param=structured.field,
+        )
+    return plan
+
+
 class ChatWriter:
     """Formats the choices of one chat request."""
 
     def __init__(
-        self, api: Api, head: ResponseHead, body: ChatBody, fanout: Fanout, prompt: PromptInput
+        self,
+        api: Api,
+        head: ResponseHead,
+        body: ChatBody,
+        fanout: Fanout,
+        prompt: PromptInput,
+        plan: ToolPlan,
     ) -> None:
         self._head = head
         self._body = body
         self._fanout = fanout
         (self._start,) = fanout.starts
+        self._plan = plan
+        # One for each choice, or none at all where the text is all there is.
+        self._parsers = [
+            parser
+            for _ in range(body.n)
+            if (parser := message_parser(plan, self._start)) is not None
+        ]
+        self._called: set[int] = set()
         self._usage = Usage(fanout.starts)
         self._prompt_scores: Positions = ()
         self._speller = TokenSpeller(api.tokens, as_ids=body.return_tokens_as_token_ids)
@@ -114,19 +144,25 @@ class ChatWriter:
             self._prompt_scores = item.output.prompt_logprobs or self._prompt_scores
 
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {
+            "role": self._role,
+            "content": self._echo + choice.text,
+            "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
+            "reasoning": None,
+        }
+        if self._parsers:
+            parts = self._parse(index, choice.text, is_finished=True)
+            message |= parts.whole()
+            if self._echo:
+                message["content"] = self._echo + (message["content"] or "")
         return {
             "index": index,
-            "message": {
-                "role": self._role,
-                "content": self._echo + choice.text,
-                "refusal": None,
-                "annotations": None,
-                "audio": None,
-                "function_call": None,
-                "reasoning": None,
-            },
+            "message": message,
             "logprobs": self._choice_logprobs(choice.logprobs),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._finish_reason(index, choice.finish_reason),
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if self._body.return_token_ids else None,
         }
@@ -153,19 +189,39 @@ class ChatWriter:
         logprobs = self._choice_logprobs(output.logprobs or ()) if output.token_ids else None
         token_ids = output.token_ids if self._body.return_token_ids else None
         is_finished = output.finish_reason is not None
-        if not (is_finished or output.text or logprobs or token_ids):
+        delta, has_news = {"content": output.text}, bool(output.text)
+        if self._parsers:
+            delta = self._parse(output.index, output.text, is_finished=is_finished).delta()
+            has_news = bool(delta)
+        if not (is_finished or has_news or logprobs or token_ids):
             return b""
         choice: dict[str, Any] = {
             "index": output.index,
-            "delta": {"content": output.text},
+            "delta": delta,
             "logprobs": logprobs,
-            "finish_reason": output.finish_reason,
+            "finish_reason": self._finish_reason(output.index, output.finish_reason),
             "token_ids": token_ids,
         }
         if is_finished:
             choice["stop_reason"] = output.stop_reason
         usage = self._usage.so_far(item) if self._body.continuous_usage else None
         return self._event(choice, usage)
+
+    def _parse(self, index: int, text: str, *, is_finished: bool) -> MessageParts:
+        parser = self._parsers[index]
+        deltas = parser.feed(text)
+        if is_finished:
+            deltas += parser.finish()
+        parts = MessageParts(deltas, include_reasoning=self._body.include_reasoning)
+        if parts.has_calls:
+            self._called.add(index)
+        return parts
+
+    def _finish_reason(self, index: int, reason: FinishReason | None) -> str | None:
+        """A message that calls ends for that reason, unless the client itself named the call."""
+        if reason is FinishReason.STOP and index in self._called and self._plan.named is None:
+            return "tool_calls"
+        return reason
 
     def _event(
         self, choice: dict[str, Any], usage: dict[str, int] | None, extra: bytes = b""

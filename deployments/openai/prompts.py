@@ -1,12 +1,13 @@
 """Prompts and chat messages of a body to ``PromptInput``. Tokenising happens at the replica."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deployments.generation import PromptInput
 from deployments.openai.failures import ApiError
 from deployments.openai.schema import ChatFields
 from deployments.openai.settings import HttpSettings
+from deployments.openai.tools import template_calls
 
 # Arguments of the template call itself, which a request must not set behind the server's back.
 _RESERVED_TEMPLATE_KWARGS = frozenset(
@@ -76,7 +77,11 @@ def _shown(value: int) -> str:
     return str(value) if abs(value) < 1 << 64 else "beyond 64 bits"
 
 
-def chat_prompt(body: ChatFields, settings: HttpSettings) -> PromptInput:
+def chat_prompt(
+    body: ChatFields,
+    settings: HttpSettings,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> PromptInput:
     """Check messages and template options; a template's own complaints come from the replica."""
     if not body.messages:
         raise ApiError("messages must not be empty.", param="messages")
@@ -94,20 +99,31 @@ def chat_prompt(body: ChatFields, settings: HttpSettings) -> PromptInput:
         chat_template_kwargs=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
+        tools=tools,
         documents=body.documents,
     )
 
 
 def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Check one message and flatten its content to a string; other keys are the template's."""
+    """Check one message and flatten its content to a string; other keys are the template's.
+
+    Only a message that is a call needs no content.
+    """
     where = f"body.messages.{index}"
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ApiError(f"{where}.role: Input should be a non-empty string", param=f"{where}.role")
-    for name in ("tool_calls", "function_call"):
-        if message.get(name):
-            raise ApiError(f"{where}.{name} is not supported.", param=f"{where}.{name}")
-    return {**message, "content": _content(message.get("content"), f"{where}.content")}
+    if message.get("function_call"):
+        raise ApiError(
+            f"{where}.function_call is not supported, use tool_calls.",
+            param=f"{where}.function_call",
+        )
+    if not message.get("tool_calls"):
+        return {**message, "content": _content(message.get("content"), f"{where}.content")}
+    calls = template_calls(message["tool_calls"], f"{where}.tool_calls")
+    content = message.get("content")
+    text = "" if content is None else _content(content, f"{where}.content")
+    return {**message, "content": text, "tool_calls": calls}
 
 
 def _content(content: object, where: str) -> str:

@@ -5,6 +5,7 @@ from deployments.openai.schema import ChatBody, CompletionBody, GenerationBody
 from deployments.openai.structured import structured_output
 from engine.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams
+from engine.structured import StructuredOutput
 
 # Filters out nothing in any vocabulary, and fits in a 32-bit tensor.
 _MAX_TOP_K = (1 << 31) - 1
@@ -35,8 +36,13 @@ def completion_prompt_logprobs(body: CompletionBody) -> int | None:
     return body.prompt_logprobs
 
 
-def chat_params(body: ChatBody, vocab_size: int) -> SamplingParams:
-    """Sampling parameters of a chat completion, errors named by chat's own fields."""
+def chat_params(
+    body: ChatBody, vocab_size: int, required: StructuredOutput | None = None
+) -> SamplingParams:
+    """Sampling parameters of a chat completion, errors named by chat's own fields.
+
+    ``required`` is what the choice of a tool makes the model write.
+    """
     _check_stream_fields(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError("when using `top_logprobs`, `logprobs` must be true.", param="top_logprobs")
@@ -48,6 +54,7 @@ def chat_params(body: ChatBody, vocab_size: int) -> SamplingParams:
             max_tokens=body.max_completion_tokens if renamed else body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
+            required=required,
         )
     except InvalidRequestError as error:
         if error.param == "logprobs":
@@ -76,6 +83,7 @@ def _params(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    required: StructuredOutput | None = None,
 ) -> SamplingParams:
     _check_vocabulary("stop_token_ids", body.stop_token_ids, vocab_size)
     lowest, highest = _REPETITION_PENALTY_RANGE
@@ -105,7 +113,7 @@ def _params(
         prompt_logprobs=prompt_logprobs,
         skip_special_tokens=body.skip_special_tokens,
         spaces_between_special_tokens=body.spaces_between_special_tokens,
-        structured=structured_output(body),
+        structured=required or structured_output(body),
     )
 
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from deployments.openai.body import Body
 from deployments.openai.structured import StructuredFields
+from deployments.openai.tools import ToolFields
 from deployments.openai.unsupported import REFUSED_CHAT, REFUSED_COMPLETION, Refused
 
 # Values travel to tensors and other processes, so no integer may outgrow 64 bits.
@@ -106,7 +107,7 @@ class ChatFields(Body):
     documents: list[dict[str, Any]] | None = None
 
 
-class ChatBody(GenerationBody, ChatFields):
+class ChatBody(GenerationBody, ChatFields, ToolFields):
     """POST /v1/chat/completions."""
 
     refused: ClassVar[Refused] = REFUSED_CHAT
@@ -125,13 +126,12 @@ class TokenizeTextBody(Body):
     return_token_strs: bool = False
 
 
-class TokenizeChatBody(ChatFields):
+class TokenizeChatBody(ChatFields, ToolFields):
     """POST /tokenize with messages."""
 
     refused: ClassVar[Refused] = {
         "add_special_tokens": (False,),
         "mm_processor_kwargs": ({},),
-        "tools": ([],),
     }
 
     model: str = ""

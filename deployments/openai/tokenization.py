@@ -9,6 +9,7 @@ from deployments.openai.body import parse_body, read_json
 from deployments.openai.failures import ApiError
 from deployments.openai.prompts import chat_prompt
 from deployments.openai.schema import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from deployments.openai.tools import tool_plan
 
 
 def tokenization_router(api: Api) -> APIRouter:
@@ -25,7 +26,7 @@ def tokenization_router(api: Api) -> APIRouter:
             add_special_tokens = body.add_special_tokens
         else:
             body = parse_body(data, TokenizeChatBody)
-            prompt = chat_prompt(body, api.settings)
+            prompt = chat_prompt(body, api.settings, tool_plan(body).template_tools)
             add_special_tokens = False
         asked = TokenizeRequest(
             prompt=prompt,

@@ -46,7 +46,6 @@ REFUSED_COMPLETION: Refused = {
     "suffix": ("",),
 }
 
-# Without tools, whether calls may be parallel asks for nothing either way.
 REFUSED_CHAT: Refused = {
     **_REFUSED_EVERYWHERE,
     "add_special_tokens": _OFF,
@@ -54,15 +53,12 @@ REFUSED_CHAT: Refused = {
     "best_of": (1,),
     "function_call": ("none",),
     "functions": ([],),
-    "include_reasoning": (True,),
     "media_io_kwargs": ({},),
     "modalities": (["text"],),
     "prediction": _NEVER,
     "reasoning_effort": ("none",),
     "service_tier": ("auto", "default"),
     "store": _OFF,
-    "tool_choice": ("none",),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": _NEVER,
 }

@@ -82,6 +82,9 @@ class FakeBackend:
     operation_queries: list[OperationQuery] = field(default_factory=list)
     token_lookups: int = 0
     generations: list[int] = field(default_factory=list)
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    in_reasoning: bool | None = None
 
     def register(self, name: str, generation: int = 1) -> None:
         self.adapters[name] = AdapterVersion(
@@ -110,6 +113,9 @@ class FakeBackend:
                 adapter_name=request.adapter,
                 generation=generation,
                 prompt_token_ids=prompt_ids,
+                tool_parser=self.tool_parser,
+                reasoning_parser=self.reasoning_parser,
+                in_reasoning=self.in_reasoning,
             )
             async for item in self._outputs(request, prompt_ids):
                 yield item

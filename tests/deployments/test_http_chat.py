@@ -239,7 +239,7 @@ async def test_streamed_logprobs_and_ids_make_the_whole(client: Client) -> None:
         ({"role": "user", "content": [{"type": "text"}]}, "body.messages.1.content.0.text"),
         (
             {"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]},
-            "body.messages.1.tool_calls",
+            "body.messages.1.tool_calls.0",
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """The HTTP surface in front of a real engine with a tiny model."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -8,6 +9,7 @@ import pytest_asyncio
 
 from deployments.backend import BaseModelInfo
 from deployments.llm_server import LLMServer
+from deployments.model_profile import ModelProfile, SamplingDefaults
 from engine.async_engine import AsyncEngine
 from engine.config import CacheConfig, EngineConfig
 from tests.deployments.http_client import Client, Json, assert_error
@@ -182,3 +184,67 @@ async def test_structured_output_matches_and_a_bad_grammar_is_named(client: Clie
     }.items():
         response = await client.post(COMPLETIONS, json={"prompt": PROMPT, field: value})
         assert_error(response, 400, field)
+
+
+TEMPLATE = "{{ tools | length }}{% for m in messages %}-{{ m.content }}{% endfor %}"
+TOOLS: list[Json] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"n": {"$ref": "#/$defs/digit"}},
+                "required": ["n"],
+                "additionalProperties": False,
+                "$defs": {"digit": {"enum": values}},
+            },
+        },
+    }
+    for name, values in (("one", [1, 2]), ("two", ["x"]))
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_required_and_named_calls_obey_their_own_schemas(
+    engine: AsyncEngine, stream: bool
+) -> None:
+    base = BaseModelInfo(
+        id="tiny",
+        root="tiny",
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.vocab_size,
+        created=0,
+    )
+    profile = ModelProfile(chat_template=TEMPLATE, generation=SamplingDefaults(max_tokens=110))
+    server = LLMServer("replica-1", engine, base, coalesce_s=0.002, profile=profile)
+    body: Json = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "seed": 5}
+    async with Client(LocalBackend(server)) as client:
+        for choice in ("required", {"type": "function", "function": {"name": "two"}}):
+            asked = {**body, "tool_choice": choice, "parallel_tool_calls": False}
+            calls: list[Json] = [{"name": "", "arguments": ""}]
+            if stream:
+                for event in await client.events("/v1/chat/completions", asked):
+                    for call in event["choices"][0]["delta"].get("tool_calls", ()):
+                        for key, value in call["function"].items():
+                            calls[call["index"]][key] += value
+            else:
+                response = await client.post("/v1/chat/completions", json=asked)
+                calls = [
+                    call["function"]
+                    for call in response.json()["choices"][0]["message"]["tool_calls"]
+                ]
+            (call,) = calls
+            allowed = {"one": [1, 2], "two": ["x"]}[call["name"]]
+            assert json.loads(call["arguments"])["n"] in allowed
+            assert choice == "required" or call["name"] == "two"
+
+
+async def test_tools_without_a_place_in_the_template_are_refused(engine: AsyncEngine) -> None:
+    base = BaseModelInfo(id="tiny", root="", max_model_len=128, vocab_size=131, created=0)
+    profile = ModelProfile(chat_template="{{ messages[0].content }}")
+    server = LLMServer("replica-1", engine, base, coalesce_s=0.002, profile=profile)
+    async with Client(LocalBackend(server)) as client:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS}
+        response = await client.post("/v1/chat/completions", json=body)
+    assert_error(response, 400, "tools")

@@ -160,7 +160,6 @@ async def test_prompt_too_long_says_both_lengths(client: Client) -> None:
         (COMPLETIONS, "use_beam_search", True),
         (COMPLETIONS, "cache_salt", "s"),
         (COMPLETIONS, "max_completion_tokens", 5),
-        (CHAT, "tools", [{"type": "function"}]),
         (CHAT, "tool_choice", "auto"),
         (CHAT, "modalities", ["text", "audio"]),
         (CHAT, "reasoning_effort", "high"),

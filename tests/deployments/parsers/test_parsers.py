@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.parsers.deltas import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
@@ -184,6 +184,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(st.text(max_size=5), JSON, max_size=3),
     st.booleans(),
@@ -203,6 +204,7 @@ def test_any_arguments_come_through_unchanged(
     assert (name, json.loads(text), message.text) == ("f", arguments, "")
 
 
+@settings(deadline=None)
 @given(st.text('<tol_ca>{}":[]nmerguts fx;/\n', max_size=60), st.integers(1, 7))
 def test_no_text_breaks_a_parser_or_depends_on_how_it_is_cut(source: str, size: int) -> None:
     for call_format in (HERMES, LLAMA3, MISTRAL, JSON_LIST):
