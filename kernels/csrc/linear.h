@@ -44,7 +44,7 @@ static LinearPlan plan_linear(const LinearArgs& args, i64 element_size) {
 template <class T>
 static void multiply_rows(const float* x, i64 rows, const T* weight, i64 stride, i64 outs, i64 in,
                           float* out, i64 out_stride) {
-  TileSplit split(rows);
+  TileSplit split(rows, in);
   i64 width = staged_width(in);
   // Four rows of weights are too short a stream for the hardware's own prefetcher.
   i64 ahead = kTileOuts * stride * static_cast<i64>(sizeof(T));

@@ -10,13 +10,18 @@
 
 namespace lorafleet::LF_ISA {
 
-// Rows of x in one tile: 4 * kTileRows accumulators plus operands have to fit the register file.
+// Rows of x in one tile. Accumulators of kWideRows rows and all four outs fit the register file beside
+// their operands; more rows take two outs at a time.
 #if LF_VECTOR_BYTES == 64 || defined(__aarch64__)
-constexpr int kTileRows = 6;
+constexpr int kTileRows = 8;
+constexpr int kWideRows = 6;
 #else
 constexpr int kTileRows = 3;
+constexpr int kWideRows = 3;
 #endif
 constexpr int kTileOuts = 4;
+// Width up to which a panel of kTileRows leaves room for weights in a first cache of 48 KB.
+constexpr i64 kFewFloats = 1024;
 
 // How many floats one staged row of `width` takes: whole pairs, zeros behind the end.
 LF_INLINE i64 staged_width(i64 width) { return round_up(width, 2 * W); }
@@ -38,18 +43,22 @@ LF_INLINE void stage_row(const T* row, i64 width, float* staged) {
   stage_in_panel(row, width, 0, 1, staged);
 }
 
-// How rows of x are shared between tiles: as evenly as can be.
+// How rows of x are shared between tiles: as evenly as can be. A few rows gain by being one or two
+// tiles, which read the weights from memory while they compute; panels that outgrow the first cache lose.
 struct TileSplit {
   i64 rows;
   i64 tiles;
-  explicit TileSplit(i64 num_rows) : rows(num_rows), tiles(ceil_div(num_rows, kTileRows)) {}
+  TileSplit(i64 num_rows, i64 width) : rows(num_rows) {
+    bool is_small = num_rows <= 2 * kTileRows && width <= kFewFloats;
+    tiles = ceil_div(num_rows, is_small ? kTileRows : kWideRows);
+  }
   i64 begin(i64 tile) const { return rows * tile / tiles; }
 };
 
 // Stages row_at(0) .. row_at(num_rows - 1) as one panel per tile, one panel after the other.
 template <class RowAt>
 LF_INLINE void stage_panels(i64 num_rows, i64 width, const RowAt& row_at, float* staged) {
-  TileSplit split(num_rows);
+  TileSplit split(num_rows, width);
   for (i64 tile = 0; tile < split.tiles; ++tile) {
     i64 begin = split.begin(tile), count = split.begin(tile + 1) - begin;
     for (i64 r = 0; r < count; ++r) {
@@ -96,46 +105,61 @@ struct WeightPanel {
   LF_INLINE_MEMBER Pair tail(int, i64) const { return Pair(); }
 };
 
-template <int R>
-LF_INLINE void accumulate(V (&acc)[R][kTileOuts], const float* x, const V (&weights)[kTileOuts]) {
+template <int R, int N>
+LF_INLINE void accumulate(V (&acc)[R][N], const float* x, const V (&weights)[N]) {
   LF_UNROLL for (int r = 0; r < R; ++r) {
     V value = load(x + r * W);
     LF_KEEP(value);
-    LF_UNROLL for (int n = 0; n < kTileOuts; ++n) acc[r][n] += value * weights[n];
+    LF_UNROLL for (int n = 0; n < N; ++n) acc[r][n] += value * weights[n];
+  }
+}
+
+// Outs First .. First + N - 1 of a tile's four.
+template <int R, int First, int N, class Weights>
+LF_INLINE void dot_outs(const float* x, const Weights& source, float* out, i64 out_stride) {
+  V acc[R][N] = {};
+  V weights[N];
+  i64 offset = 0;
+  for (; offset + 2 * W <= source.width; offset += 2 * W) {
+    LF_UNROLL for (int n = 0; n < N; ++n) {
+      weights[n] = source.first(First + n, offset);
+      LF_KEEP(weights[n]);
+      source.prefetch(First + n, offset);
+    }
+    accumulate<R, N>(acc, x + offset * R, weights);
+    LF_UNROLL for (int n = 0; n < N; ++n) {
+      weights[n] = source.second(First + n, offset);
+      LF_KEEP(weights[n]);
+    }
+    accumulate<R, N>(acc, x + (offset + W) * R, weights);
+  }
+  if (offset < source.width) {
+    V second[N];
+    LF_UNROLL for (int n = 0; n < N; ++n) {
+      Pair pair = source.tail(First + n, offset);
+      weights[n] = pair.first;
+      second[n] = pair.second;
+    }
+    accumulate<R, N>(acc, x + offset * R, weights);
+    accumulate<R, N>(acc, x + (offset + W) * R, second);
+  }
+  LF_UNROLL for (int r = 0; r < R; ++r) {
+    // Every out keeps its place, and with it the order in which its lanes are summed.
+    V places[kTileOuts] = {};
+    LF_UNROLL for (int n = 0; n < N; ++n) places[First + n] = acc[r][n];
+    V4 sums = sum_lanes(places[0], places[1], places[2], places[3]);
+    float* to = out + r * out_stride + First;
+    LF_UNROLL for (int n = 0; n < N; ++n) to[n] = sums[First + n];
   }
 }
 
 template <int R, class Weights>
 LF_INLINE void dot_tile_rows(const float* x, const Weights& source, float* out, i64 out_stride) {
-  V acc[R][kTileOuts] = {};
-  V weights[kTileOuts];
-  i64 offset = 0;
-  for (; offset + 2 * W <= source.width; offset += 2 * W) {
-    LF_UNROLL for (int n = 0; n < kTileOuts; ++n) {
-      weights[n] = source.first(n, offset);
-      LF_KEEP(weights[n]);
-      source.prefetch(n, offset);
-    }
-    accumulate<R>(acc, x + offset * R, weights);
-    LF_UNROLL for (int n = 0; n < kTileOuts; ++n) {
-      weights[n] = source.second(n, offset);
-      LF_KEEP(weights[n]);
-    }
-    accumulate<R>(acc, x + (offset + W) * R, weights);
-  }
-  if (offset < source.width) {
-    V second[kTileOuts];
-    LF_UNROLL for (int n = 0; n < kTileOuts; ++n) {
-      Pair pair = source.tail(n, offset);
-      weights[n] = pair.first;
-      second[n] = pair.second;
-    }
-    accumulate<R>(acc, x + offset * R, weights);
-    accumulate<R>(acc, x + (offset + W) * R, second);
-  }
-  LF_UNROLL for (int r = 0; r < R; ++r) {
-    V4 sums = sum_lanes(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
-    __builtin_memcpy(out + r * out_stride, &sums, sizeof(sums));
+  if constexpr (R <= kWideRows) {
+    dot_outs<R, 0, kTileOuts>(x, source, out, out_stride);
+  } else {
+    dot_outs<R, 0, 2>(x, source, out, out_stride);
+    dot_outs<R, 2, 2>(x, source, out, out_stride);
   }
 }
 
@@ -155,6 +179,8 @@ static void dot_tile(i64 num_rows, const float* x, const Weights& source, float*
     LF_CASE(4);
     LF_CASE(5);
     LF_CASE(6);
+    LF_CASE(7);
+    LF_CASE(8);
 #endif
   }
 #undef LF_CASE
@@ -165,7 +191,7 @@ static void dot_tile(i64 num_rows, const float* x, const Weights& source, float*
 template <class WeightsAt>
 LF_INLINE void dot_rows(i64 num_rows, const float* x, i64 x_width, i64 outs,
                         const WeightsAt& weights_at, float* out, i64 out_stride) {
-  TileSplit split(num_rows);
+  TileSplit split(num_rows, x_width);
   for (i64 tile = 0; tile < split.tiles; ++tile) {
     i64 begin = split.begin(tile), count = split.begin(tile + 1) - begin;
     for (i64 n = 0; n < outs; n += kTileOuts) {
