@@ -6,12 +6,13 @@
 #   make check      lint, types, layering, tests (SKIP_TESTS=1 when they have just run)
 #   make fmt        rewrite the sources in the project's format
 #   make bench      serving benchmark against a running `make serve`
+#   make bench-quick  fails when a ratio of the engine benchmark got much worse
 #   make gpu-check  kernels and engine on a GPU
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := setup
-.PHONY: setup venv kernels model serve test check fmt bench gpu-check
+.PHONY: setup venv kernels model serve test check fmt bench bench-quick gpu-check
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -72,6 +73,9 @@ bench: setup
 	$(BIN)/python -m benchmarks.serving --url http://127.0.0.1:$(PORT) \
 	    --model smollm2-135m-instruct --model sql --model pirate --model sentiment \
 	    --concurrency 8 --prompt-tokens 75 --output-tokens 64 --json $(CACHE)/bench_serving.json
+
+bench-quick: setup
+	$(BIN)/python -m benchmarks.guard
 
 gpu-check: venv
 	$(BIN)/python -m benchmarks.gpu_check

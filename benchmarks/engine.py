@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -171,8 +171,16 @@ def run_cases(
     }
 
 
-def measure(model: Path, root: Path, *, repeats: int, threads: int, peft: bool) -> dict[str, Any]:
-    """Run everything and return figures and ratios."""
+def measure(
+    model: Path,
+    root: Path,
+    *,
+    repeats: int,
+    threads: int,
+    peft: bool,
+    only: Container[str] | None = None,
+) -> dict[str, Any]:
+    """Run everything, or the cases named in `only`, and return figures and ratios."""
     torch.set_num_threads(threads)
     machine = measure_machine(torch.device("cpu"), torch.bfloat16)
     bandwidth = read_bandwidth()
@@ -187,7 +195,8 @@ def measure(model: Path, root: Path, *, repeats: int, threads: int, peft: bool) 
 
     def add(name: str, engine: "EngineUnderTest | PeftUnderTest", *shape: int) -> None:
         workload = Workload(*shape)
-        cases[name] = lambda: engine.run(workload)
+        if only is None or name in only:
+            cases[name] = lambda: engine.run(workload)
 
     for batch in (1, 8, 16):
         add(f"base_b{batch}_lora_disabled", plain, batch, 0)
@@ -212,36 +221,38 @@ def measure(model: Path, root: Path, *, repeats: int, threads: int, peft: bool) 
         "read_bandwidth_bytes_per_s": bandwidth,
         "decode_step_floor_s": floors,
         "figures": figures,
-        "ratios": ratios(figures, floors, peft=peft),
+        "ratios": ratios(figures, floors),
     }
 
 
 def ratios(
-    figures: dict[str, dict[str, float]], floors: dict[str, float], *, peft: bool
+    figures: Mapping[str, Mapping[str, float]], floors: Mapping[str, float]
 ) -> dict[str, float]:
     """The comparisons that matter, each within this run. PEFT runs in its faster dtype."""
-
-    def rate(name: str) -> float:
-        return figures[name]["tokens_per_s"]
-
+    rates = [
+        ("mixed1_over_base_b8", "mixed1_b8", "base_b8"),
+        ("mixed8_over_base", "mixed8_b8", "base_b8"),
+        ("mixed16_over_base", "mixed16_b16", "base_b16"),
+        ("mixed64_over_base", "mixed64_b64", "base_b64"),
+        ("slots_thrash_throughput", "slots8_adapters16_b16", "mixed16_b16"),
+        ("mixed8_over_peft", "mixed8_b8", "peft_mixed8_b8"),
+        ("mixed16_over_peft", "mixed16_b16", "peft_mixed16_b16"),
+    ]
     found = {
-        "mixed1_over_base_b8": rate("mixed1_b8") / rate("base_b8"),
-        "mixed8_over_base": rate("mixed8_b8") / rate("base_b8"),
-        "mixed16_over_base": rate("mixed16_b16") / rate("base_b16"),
-        "mixed64_over_base": rate("mixed64_b64") / rate("base_b64"),
-        "lora_enabled_base_over_disabled": statistics.fmean(
-            rate(f"base_b{batch}") / rate(f"base_b{batch}_lora_disabled") for batch in (1, 8, 16)
-        ),
-        "decode_step_over_floor_b1": figures["base_b1"]["decode_step_s"] / floors["b1"],
-        "decode_step_over_floor_b8": figures["base_b8"]["decode_step_s"] / floors["b8"],
-        "slots_thrash_ttft": figures["slots8_adapters16_b16"]["ttft_p50_s"]
-        / figures["mixed16_b16"]["ttft_p50_s"],
-        "slots_thrash_throughput": rate("slots8_adapters16_b16") / rate("mixed16_b16"),
+        name: figures[case]["tokens_per_s"] / figures[other]["tokens_per_s"]
+        for name, case, other in rates
+        if case in figures and other in figures
     }
-    if peft:
-        for batch in (8, 16):
-            name = f"mixed{batch}_b{batch}"
-            found[f"mixed{batch}_over_peft"] = rate(name) / rate(f"peft_{name}")
+    disabled = [name for name in figures if name.endswith("_lora_disabled")]
+    found["lora_enabled_base_over_disabled"] = statistics.fmean(
+        figures[name.removesuffix("_lora_disabled")]["tokens_per_s"] / figures[name]["tokens_per_s"]
+        for name in disabled
+    )
+    for batch, floor in floors.items():
+        step = figures[f"base_{batch}"]["decode_step_s"]
+        found[f"decode_step_over_floor_{batch}"] = step / floor
+    few, enough = figures["slots8_adapters16_b16"], figures["mixed16_b16"]
+    found["slots_thrash_ttft"] = few["ttft_p50_s"] / enough["ttft_p50_s"]
     return found
 
 

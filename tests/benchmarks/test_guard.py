@@ -1,0 +1,60 @@
+"""What the guard of the committed ratios calls a loss, and which way each ratio is better."""
+
+import json
+
+import pytest
+
+from benchmarks.engine import ratios
+from benchmarks.guard import COMMITTED, TOLERANCE, losses
+
+FIGURES = {
+    "base_b1": {"tokens_per_s": 40.0, "ttft_p50_s": 0.1, "decode_step_s": 0.02},
+    "base_b8": {"tokens_per_s": 200.0, "ttft_p50_s": 0.5, "decode_step_s": 0.03},
+    "base_b8_lora_disabled": {"tokens_per_s": 200.0, "ttft_p50_s": 0.5, "decode_step_s": 0.03},
+    "mixed8_b8": {"tokens_per_s": 180.0, "ttft_p50_s": 0.5, "decode_step_s": 0.03},
+    "mixed16_b16": {"tokens_per_s": 240.0, "ttft_p50_s": 1.0, "decode_step_s": 0.05},
+    "slots8_adapters16_b16": {"tokens_per_s": 180.0, "ttft_p50_s": 1.5, "decode_step_s": 0.05},
+}
+FLOORS = {"b1": 0.01, "b8": 0.015}
+
+
+def with_figure(case: str, field: str, factor: float) -> dict[str, dict[str, float]]:
+    figure = FIGURES[case]
+    return FIGURES | {case: figure | {field: figure[field] * factor}}
+
+
+def test_ratios_are_of_the_figures() -> None:
+    assert ratios(FIGURES, FLOORS) == pytest.approx(
+        {
+            "mixed8_over_base": 0.9,
+            "slots_thrash_throughput": 0.75,
+            "lora_enabled_base_over_disabled": 1.0,
+            "decode_step_over_floor_b1": 2.0,
+            "decode_step_over_floor_b8": 2.0,
+            "slots_thrash_ttft": 1.5,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "field", "factor", "ratio"),
+    [
+        ("mixed8_b8", "tokens_per_s", 0.7, "mixed8_over_base"),
+        ("base_b8", "tokens_per_s", 0.7, "lora_enabled_base_over_disabled"),
+        ("base_b1", "decode_step_s", 1.3, "decode_step_over_floor_b1"),
+        ("base_b8", "decode_step_s", 1.3, "decode_step_over_floor_b8"),
+        ("slots8_adapters16_b16", "ttft_p50_s", 1.3, "slots_thrash_ttft"),
+        ("slots8_adapters16_b16", "tokens_per_s", 0.7, "slots_thrash_throughput"),
+    ],
+)
+def test_a_worse_figure_is_a_loss(case: str, field: str, factor: float, ratio: str) -> None:
+    committed = ratios(FIGURES, FLOORS)
+    slower = losses(committed, ratios(with_figure(case, field, factor), FLOORS))
+    faster = losses(committed, ratios(with_figure(case, field, 1 / factor), FLOORS))
+    assert slower[ratio] > TOLERANCE
+    assert faster[ratio] < 0
+
+
+def test_committed_results_have_every_ratio_that_is_guarded() -> None:
+    committed = json.loads(COMMITTED.read_text())["ratios"]
+    assert ratios(FIGURES, FLOORS).keys() <= committed.keys()
