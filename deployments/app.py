@@ -15,6 +15,9 @@ from deployments.llm_replica import LLMReplica, MakeEngine, make_async_engine
 from deployments.metrics.ray_export import RayExporter
 from deployments.openai.metrics import HttpMetrics
 from deployments.ray_backend import RayBackend
+from deployments.telemetry.http_telemetry import HttpTelemetry
+from deployments.telemetry.logs import configure_logs
+from deployments.telemetry.tracing import make_tracer
 
 REPLICAS = "LLMServer"
 INGRESS = "Ingress"
@@ -82,9 +85,12 @@ def build_http(deployed: Deployed) -> FastAPI:
     # Serve's proxy adds the request's id to every response.
     metrics = HttpMetrics()
     RayExporter(metrics.registry).start()
+    telemetry = deployed.config.telemetry
+    configure_logs(telemetry.logs, component="ingress")
     return create_http_app(
         RayBackend(replicas, deployed),
         deployed.config.http.build(),
         sends_request_id=False,
         metrics=metrics,
+        telemetry=HttpTelemetry(make_tracer(telemetry, "ingress")),
     )

@@ -101,4 +101,5 @@ def _join(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
         logprobs=logprobs,
         prompt_logprobs=earlier.prompt_logprobs or later.prompt_logprobs,
         error=earlier.error or later.error,
+        timing=earlier.timing or later.timing,
     )

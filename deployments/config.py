@@ -20,6 +20,7 @@ from deployments.openai.settings import (
     DEFAULT_MAX_PUSH_BYTES,
     HttpSettings,
 )
+from deployments.telemetry.settings import TelemetrySettings
 from engine.config import CacheConfig, Device, DType, EngineConfig, LoRAConfig, SchedulerConfig
 from resolvers.registry import check_entry, order_entries, places
 from resolvers.store import DEFAULT_MAX_ADAPTER_BYTES, DEFAULT_MAX_BYTES
@@ -262,6 +263,7 @@ class DeploymentConfig(_Settings):
     def _check(self) -> "DeploymentConfig":
         self.controller_settings(deployed_at=0.0)
         self.http.build()
+    telemetry: TelemetrySettings = TelemetrySettings()
         return self
 
     @property

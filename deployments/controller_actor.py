@@ -52,6 +52,7 @@ from deployments.push_store import PushStore
 from deployments.push_transfer import PushSharing
 from deployments.source_setup import build_sources
 from deployments.state_store import StateStore
+from deployments.telemetry.logs import configure_logs
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class ControllerActor:
     """
 
     def __init__(self, deployed: Deployed) -> None:
+        configure_logs(deployed.config.telemetry.logs, component="controller")
         self._deployed = deployed
         self._store: StateStore | None = None
         self._opened: Controller | None = None
@@ -118,6 +120,7 @@ class ControllerActor:
             assert self._store is not None
             await self._store.write_setting(_DEPLOYED, deployed.to_json())
             self._deployed = deployed
+            configure_logs(deployed.config.telemetry.logs, component="controller")
             sources = build_sources(deployed.config, self._metrics.observe_resolver)
             controller.configure(deployed.controller_settings(), sources)
 

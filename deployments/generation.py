@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from deployments.telemetry.request_origin import RequestOrigin, current_origin
 from engine.errors import InvalidRequestError
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
@@ -51,7 +52,7 @@ class GenerateRequest:
     ``params.max_tokens`` None generates until the context is full. ``add_special_tokens`` applies
     to text prompts (a chat template writes its own). ``truncate_prompt_tokens`` keeps the last k
     prompt tokens. ``given`` names the sampling parameters that the client gave: the others may be
-    set by what is known of the model.
+    set by what is known of the model. ``origin`` is the HTTP request in whose context it was made.
     """
 
     request_id: str
@@ -63,6 +64,7 @@ class GenerateRequest:
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     given: frozenset[str] = frozenset()
+    origin: RequestOrigin = field(default_factory=current_origin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

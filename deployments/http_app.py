@@ -22,6 +22,7 @@ from deployments.openai.push import push_router
 from deployments.openai.request_scope import RequestScope
 from deployments.openai.settings import HttpSettings
 from deployments.openai.tokenization import tokenization_router
+from deployments.telemetry.http_telemetry import HttpTelemetry
 
 
 def create_http_app(
@@ -30,6 +31,7 @@ def create_http_app(
     *,
     sends_request_id: bool = True,
     metrics: HttpMetrics | None = None,
+    telemetry: HttpTelemetry | None = None,
 ) -> FastAPI:
     """Build the OpenAI-compatible app in front of a backend.
 
@@ -39,7 +41,12 @@ def create_http_app(
     api, metrics = Api(backend, settings), metrics or HttpMetrics()
     # Bodies are read by hand, so a generated schema would say nothing true about them.
     app = FastAPI(title="lorafleet", openapi_url=None, redirect_slashes=False)
-    app.add_middleware(RequestScope, metrics=metrics, sends_request_id=sends_request_id)
+    app.add_middleware(
+        RequestScope,
+        metrics=metrics,
+        telemetry=telemetry or HttpTelemetry(),
+        sends_request_id=sends_request_id,
+    )
     install_failure_handlers(app)
 
     app.include_router(_health_router(api))

@@ -29,6 +29,10 @@ from deployments.metrics.ray_export import RayExporter
 from deployments.metrics.replica_metrics import ReplicaMetrics
 from deployments.replica_link import ReplicaLink
 from deployments.source_setup import build_sources
+from deployments.telemetry.logs import configure_logs
+from deployments.telemetry.request_origin import enter_origin
+from deployments.telemetry.request_telemetry import RequestTelemetry
+from deployments.telemetry.tracing import make_tracer
 from engine.errors import EngineError
 
 MakeEngine = Callable[[DeploymentConfig, int], Awaitable[GeneratingEngine]]
@@ -67,6 +71,7 @@ class LLMReplica:
             coalesce_s=config.coalesce_ms / 1000,
             metrics=metrics,
             profile=config.profile,
+            telemetry=make_telemetry(config, replica_id),
         )
         metrics.registry.register(
             EngineCollector(self._engine, base_model.id, replica_id, self._server.in_flight)
@@ -92,6 +97,8 @@ class LLMReplica:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationItem | Exception]:
         """Stream one request. What goes wrong is the last item, since Serve logs what is raised."""
+        # Serve runs each call in a context of its own.
+        enter_origin(request.origin)
         try:
             async with aclosing(cast("Any", self._server.generate(request))) as items:
                 async for item in items:
@@ -130,6 +137,16 @@ class LLMReplica:
         """Called by Serve once the replica's last request has ended."""
         await self._link.leave()
         await self._engine.stop()
+
+
+def make_telemetry(config: DeploymentConfig, replica_id: str) -> RequestTelemetry | None:
+    """What tells of single requests, None if nothing is to be told."""
+    settings = config.telemetry
+    configure_logs(settings.logs, component="replica")
+    tracer = make_tracer(settings, replica_id)
+    if tracer is None and settings.logs is None:
+        return None
+    return RequestTelemetry(replica_id, config.public_model_id, tracer)
 
 
 def num_threads(config: DeploymentConfig, num_replicas: int) -> int:

@@ -4,8 +4,8 @@ Turns requests into token streams on the right adapter version. Knows nothing of
 names are agreed upon.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from typing import cast
 
 from adapters import AdapterVersion
@@ -29,6 +29,7 @@ from deployments.model_profile import ModelProfile
 from deployments.output_plan import OutputPlanner
 from deployments.prompt_encoder import PromptEncoder
 from deployments.replica_link import AdmittedAdapter, ReplicaLink
+from deployments.telemetry.request_telemetry import RequestObserver, RequestTelemetry
 from engine.errors import EngineDeadError
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
@@ -49,8 +50,10 @@ class LLMServer:
         coalesce_s: float,
         metrics: ReplicaMetrics | None = None,
         profile: ModelProfile | None = None,
+        telemetry: RequestTelemetry | None = None,
     ) -> None:
         self.replica_id = replica_id
+        self._telemetry = telemetry
         self.base_model = base_model
         self._engine = engine
         self._coalesce_s = coalesce_s
@@ -70,10 +73,12 @@ class LLMServer:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerationItem]:
         """Stream one request; see ``Backend.generate``."""
         async with AsyncExitStack() as stack:
-            record = stack.enter_context(self._metrics.request())
+            record = stack.enter_context(self._follow(request))
             admitted = await stack.enter_async_context(
                 self._admit(request.adapter, request.split_key)
             )
+            name, generation = _named(admitted)
+            record.admitted(name, generation)
             profile = self._profile_of(admitted)
             prompt_token_ids = await self._encoder.encode(
                 request.prompt,
@@ -82,9 +87,7 @@ class LLMServer:
                 keep_last=request.truncate_prompt_tokens,
             )
             plan = self._planner.plan(request, profile, prompt_token_ids)
-            record.admitted(
-                None if admitted is None else admitted.version.name, len(prompt_token_ids)
-            )
+            record.tokenized(len(prompt_token_ids))
             if admitted is not None:
                 self._running[request.request_id] = admitted.version
                 stack.callback(self._running.pop, request.request_id, None)
@@ -95,8 +98,8 @@ class LLMServer:
             record.outputs(first)
             yield GenerationStart(
                 replica_id=self.replica_id,
-                adapter_name=None if admitted is None else admitted.version.name,
-                generation=0 if admitted is None else admitted.version.generation,
+                adapter_name=name,
+                generation=generation,
                 prompt_token_ids=tuple(prompt_token_ids),
                 tool_parser=plan.tool_parser,
                 reasoning_parser=plan.reasoning_parser,
@@ -155,6 +158,15 @@ class LLMServer:
         if not self._engine.is_alive:
             raise EngineDeadError("the engine has stopped")
 
+    @contextmanager
+    def _follow(self, request: GenerateRequest) -> Iterator[RequestObserver]:
+        with self._metrics.request() as record:
+            if self._telemetry is None:
+                yield record
+                return
+            with self._telemetry.follow(request, record) as followed:
+                yield followed
+
     @asynccontextmanager
     async def _admit(
         self, adapter: str | None, split_key: str = ""
@@ -199,3 +211,7 @@ class LLMServer:
                     yield outputs
         except EngineDeadError as error:
             raise ReplicaUnavailableError("the replica's engine has stopped") from error
+
+
+def _named(admitted: AdmittedAdapter | None) -> tuple[str | None, int]:
+    return (None, 0) if admitted is None else (admitted.version.name, admitted.version.generation)

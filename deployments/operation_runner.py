@@ -132,10 +132,14 @@ class OperationRunner:
 
     async def _recorded(self, called: Operation, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Do the work; what refused it before it began is remembered too."""
+        subject = {"operation_id": called.op_id, "operation": called.kind, "adapter": called.name}
         try:
-            return await work()
+            result = await work()
+            generation = getattr(result, "generation", None)
+            logger.info("operation done", extra={**subject, "generation": generation})
+            return result
         except (ClusterError, ValueError) as error:
-            logger.info("operation %s on %s was refused: %s", called.op_id, called.name, error)
+            logger.info("operation refused: %s", error, extra=subject)
             if not self._is_journaled(called):
                 self._remember_refusal(called, error)
             raise

@@ -4,13 +4,14 @@ Knows each sequence's text and stop rules, and which sequences make up a request
 scheduling or tensors.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
 from engine.detokenizer import Detokenizer
-from engine.outputs import FinishReason, PositionLogprobs, RequestOutput
+from engine.outputs import FinishReason, PositionLogprobs, RequestOutput, RequestTiming
 from engine.request import Request
 from engine.sampler import Sampled, SamplingState
 from engine.sampling_params import SamplingParams
@@ -93,6 +94,7 @@ class OutputProcessor:
             num_output_tokens=len(request.output_token_ids),
             num_cached_tokens=request.num_cached_tokens,
             request_finished=request.request_id not in self._num_open,
+            timing=_timing(request) if sequence.is_first else None,
         )
         sequence.is_first = False
         return output
@@ -152,6 +154,12 @@ def _empty_prompt_logprobs(request: Request) -> list[PositionLogprobs | None] | 
     if request.params.prompt_logprobs is None:
         return None
     return [None] * request.num_prompt_tokens
+
+
+def _timing(request: Request) -> RequestTiming | None:
+    if request.scheduled_s is None:
+        return None
+    return RequestTiming(request.arrival_s, request.scheduled_s, time.monotonic())
 
 
 def _once(sequence: _Sequence) -> tuple[PositionLogprobs | None, ...] | None:

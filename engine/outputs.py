@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,18 @@ class PositionLogprobs:
     top: tuple[TokenLogprob, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class RequestTiming:
+    """When a sequence came to the engine, joined the batch, and had its first token.
+
+    Seconds of the machine's monotonic clock.
+    """
+
+    arrival_s: float
+    scheduled_s: float
+    first_token_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
     """What is new for one sequence of one request since the last output.
@@ -43,7 +55,8 @@ class RequestOutput:
     ``index`` tells the n sequences of a request apart. ``text`` is the new text, already cut at a
     stop string and never ending inside a character. ``prompt_logprobs`` comes once, with the first
     output; its first entry is None because the first prompt token has no predecessor.
-    ``num_cached_tokens`` counts prompt tokens served from the prefix cache.
+    ``num_cached_tokens`` counts prompt tokens served from the prefix cache. ``timing`` comes once,
+    with a sequence's first token.
     """
 
     request_id: str
@@ -59,6 +72,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     error: Exception | None = None
     request_finished: bool = False
+    timing: RequestTiming | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ class Request:
 
     ``num_computed_tokens`` tokens (prompt first, then output) have KV. Preemption sets it back.
     The adapter is applied from token ``adapter_start`` on; what comes before is the base model's.
-    ``num_cached_tokens`` is how many prompt tokens the prefix cache served at first admission.
+    ``num_cached_tokens`` is how many prompt tokens the prefix cache served at first admission, at
+    ``scheduled_s``.
     """
 
     request_id: str
@@ -36,6 +37,7 @@ class Request:
     lora: LoRARequest | None = None
     priority: int = 0
     arrival_s: float = 0.0
+    scheduled_s: float | None = None
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0

@@ -278,6 +278,7 @@ class Scheduler:
         request.num_computed_tokens = num_cached
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = num_cached
+            request.scheduled_s = self._clock()
         self._leave_waiting(entry)
         # Among running requests only priority and arrival count.
         entry = entry._replace(rank=0)

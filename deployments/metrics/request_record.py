@@ -25,12 +25,18 @@ class RequestRecord:
         self._is_admitted = False
         self._is_over = False
 
-    def admitted(self, adapter: str | None, num_prompt_tokens: int) -> None:
-        """The request may start, on this adapter, None for the base model."""
+    def admitted(self, adapter: str | None, generation: int = 0) -> None:
+        """The request may start, on this adapter, None for the base model.
+
+        Of generations there are too many for labels.
+        """
         self._is_admitted = True
         self._adapter = adapter
-        self._num_prompt_tokens = num_prompt_tokens
         self._metrics.admission.observe(self._metrics.now() - self._arrived)
+
+    def tokenized(self, num_prompt_tokens: int) -> None:
+        """The prompt has so many tokens."""
+        self._num_prompt_tokens = num_prompt_tokens
 
     def outputs(self, outputs: Sequence[RequestOutput]) -> None:
         """Tokens arrived, perhaps of several sequences."""

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.openai.failures import describe_failure
 from deployments.openai.metrics import HttpMetrics
+from deployments.telemetry.http_telemetry import HttpTelemetry
 
 REQUEST_ID_HEADER = "x-request-id"
 
@@ -27,8 +28,16 @@ class RequestScope:
     ``sends_request_id`` is off behind a proxy that adds the header to responses by itself.
     """
 
-    def __init__(self, app: ASGIApp, metrics: HttpMetrics, *, sends_request_id: bool) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: HttpMetrics,
+        telemetry: HttpTelemetry,
+        *,
+        sends_request_id: bool,
+    ) -> None:
         self._app = app
+        self._telemetry = telemetry
         self._metrics = metrics
         self._sends_request_id = sends_request_id
 
@@ -49,16 +58,19 @@ class RequestScope:
             await send(message)
 
         began = time.monotonic()
-        try:
-            await self._app(scope, receive, send_with_id)
-        except Exception as error:
-            failure = describe_failure(error, request_id)
-            if status is not None:
-                # The status line is gone. Ending abruptly is the only way left to say so.
-                raise
-            await failure.response()(scope, receive, send_with_id)
-        finally:
-            self._metrics.count(_route(scope), status, time.monotonic() - began)
+        with self._telemetry.follow(scope, request_id) as exchange:
+            try:
+                await self._app(scope, receive, send_with_id)
+            except Exception as error:
+                failure = describe_failure(error, request_id)
+                if status is not None:
+                    # The status line is gone. Ending abruptly is the only way left to say so.
+                    raise
+                await failure.response()(scope, receive, send_with_id)
+            finally:
+                exchange.route, exchange.status = _route(scope), status
+                exchange.seconds = time.monotonic() - began
+                self._metrics.count(exchange.route, status, exchange.seconds)
 
 
 def _request_id(scope: Scope) -> str:

@@ -1,8 +1,9 @@
 """A small engine of the real one's shape: it echoes the prompt and says which bytes it used."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from adapters import LoRARequest
 from deployments.config import DeploymentConfig
@@ -12,7 +13,7 @@ from engine.errors import (
     QueueFullError,
     UnsupportedAdapterError,
 )
-from engine.outputs import FinishReason, RequestOutput
+from engine.outputs import FinishReason, RequestOutput, RequestTiming
 from engine.sampling_params import SamplingParams
 
 
@@ -150,7 +151,8 @@ class FakeEngine:
                     yield [_output(request_id, "", FinishReason.ABORT)]
                     return
                 finish = FinishReason.LENGTH if index == count - 1 else None
-                yield [_output(request_id, f"{label} ", finish)]
+                output = _output(request_id, f"{label} ", finish)
+                yield [output if index else replace(output, timing=_timing())]
                 await asyncio.sleep(self.token_delay_s)
         finally:
             del self.running[request_id]
@@ -166,6 +168,11 @@ async def make_fake_engine(config: DeploymentConfig, num_threads: int) -> FakeEn
 
 
 def _output(request_id: str, text: str, finish: FinishReason | None) -> RequestOutput:
+def _timing() -> RequestTiming:
+    now = time.monotonic()
+    return RequestTiming(now, now, now)
+
+
     return RequestOutput(
         request_id=request_id,
         text=text,

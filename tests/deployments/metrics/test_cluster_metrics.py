@@ -198,7 +198,8 @@ def test_ray_gets_totals_once_and_no_series_of_single_adapters(
     monkeypatch.setattr(ray_export, "Counter", RecordedMetric)
     metrics = ReplicaMetrics("base", "r1", 100)
     with metrics.request() as record:
-        record.admitted("sql", 1)
+        record.admitted("sql")
+        record.tokenized(1)
     exporter = RayExporter(metrics.registry)
     exporter.publish()
     exporter.publish()

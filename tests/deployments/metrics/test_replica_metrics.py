@@ -52,7 +52,8 @@ def value(metrics: ReplicaMetrics, name: str, **labels: str) -> float | None:
 def run_request(metrics: ReplicaMetrics, clock: Clock, adapter: str | None = "sql") -> None:
     with metrics.request() as record:
         clock.time += 0.5
-        record.admitted(adapter, num_prompt_tokens=7)
+        record.admitted(adapter)
+        record.tokenized(7)
         clock.time += 1.0
         record.outputs([output(1)])
         clock.time += 0.25
@@ -95,7 +96,8 @@ def test_sequences_side_by_side_wait_for_their_own_tokens_only(
     metrics: ReplicaMetrics, clock: Clock
 ) -> None:
     with metrics.request() as record:
-        record.admitted(None, 1)
+        record.admitted(None)
+        record.tokenized(1)
         record.outputs([output(1), output(1, index=1)])
         clock.time += 1.0
         record.outputs(
@@ -130,7 +132,8 @@ def test_a_request_that_breaks_off_is_a_failure_of_its_adapter(
     metrics: ReplicaMetrics, clock: Clock, error: BaseException, reason: str
 ) -> None:
     with pytest.raises(type(error)), metrics.request() as record:
-        record.admitted("sql", 1)
+        record.admitted("sql")
+        record.tokenized(1)
         record.outputs([output(1)])
         raise error
     place = {"replica": "r1", "adapter": "sql"}
