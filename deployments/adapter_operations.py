@@ -89,7 +89,9 @@ class AdapterOperations:
             if operation.phase is OperationPhase.PREPARING:
                 self._agreement.abort(operation, "the controller restarted")
             else:
-                self.runner.start(operation.op_id, self._roll_forward(operation))
+                # Not under the operation's id: who repeats its call wants the result, and waits
+                # for the name like everyone.
+                self.runner.start(f"recover {operation.op_id}", self._roll_forward(operation))
 
     async def load(self, load: LoadAdapter, op_id: str) -> AdapterVersion:
         """Put an adapter in service on every live replica."""
@@ -235,9 +237,7 @@ class AdapterOperations:
             operation = await self._store.begin(
                 replace(called, digest=current.digest, source_uri=current.source_uri)
             )
-            committed = await self._agreement.commit(
-                operation, current, forget=True, abort_running=unload.force
-            )
+            committed = await self._agreement.commit(operation, current, forget=True)
             with self._progress(committed, replacing=False):
                 await self._agreement.settle(committed)
             return current

@@ -79,10 +79,9 @@ class AdapterTable:
         """Whether anything still needs these bytes."""
         return self._uses[digest] > 0
 
-    def apply(self, update: TableUpdate) -> list[AdapterVersion]:
-        """Change what names mean; returns versions whose running requests should be aborted."""
+    def apply(self, update: TableUpdate) -> None:
+        """Change what names mean."""
         unused = []
-        to_abort = []
         if update.snapshot:
             unused = [version.digest for version in self._versions.values()]
             self._versions, self._kept, self._aliases = {}, {}, {}
@@ -90,8 +89,6 @@ class AdapterTable:
             old = self._versions.pop(change.name, None)
             if old is not None:
                 unused.append(old.digest)
-                if change.abort_running:
-                    to_abort.append(old)
             self._kept.pop(change.name, None)
             if change.version is not None:
                 self._versions[change.name] = change.version
@@ -105,7 +102,6 @@ class AdapterTable:
         # After the new uses, so that bytes which only change their name stay.
         for digest in unused:
             self.release(digest)
-        return to_abort
 
     def _apply_aliases(self, update: TableUpdate) -> None:
         for change in update.aliases:

@@ -5,6 +5,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+# Goes on while the machine sleeps, which time.monotonic() does not on Linux: a lease must end then.
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
 
 class Clock(Protocol):
     """A clock that can be waited on."""
@@ -24,7 +27,7 @@ class SystemClock:
 
     def now(self) -> float:
         """Seconds that only grow, from an arbitrary start."""
-        return time.monotonic()
+        return time.clock_gettime(_CLOCK)
 
     def wall(self) -> float:
         """Seconds since the epoch, for people."""

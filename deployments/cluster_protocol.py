@@ -5,7 +5,7 @@ there should be. A lost, repeated or late message therefore does no harm, and ei
 restart at any moment.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,13 +41,11 @@ class TableChange:
     """A name's new meaning; ``version`` None forgets it.
 
     ``kept`` are all earlier versions that may still be asked for by their generations.
-    ``abort_running`` asks to abort what still runs on the old version or an earlier one.
     """
 
     name: str
     version: AdapterVersion | None
     kept: tuple[AdapterVersion, ...] = ()
-    abort_running: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +54,14 @@ class AliasChange:
 
     name: str
     alias: AdapterAlias | None
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedEnd:
+    """What runs on a name's versions up to this generation is to be aborted."""
+
+    name: str
+    generation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +75,7 @@ class TableUpdate:
     table_version: int
     changes: tuple[TableChange, ...]
     aliases: tuple[AliasChange, ...] = ()
+    forced: tuple[ForcedEnd, ...] = ()
     snapshot: bool = False
 
 
@@ -100,11 +107,15 @@ class PrepareReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Register:
-    """A replica asks to become a member. ``actor_name`` lets the controller see its death."""
+    """A replica asks to become a member. ``actor_name`` lets the controller see its death.
+
+    ``lease_s`` is the controller's to say: how long each of this member's leases is.
+    """
 
     member: MemberId
     node: str = ""
     actor_name: str | None = None
+    lease_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,5 +191,5 @@ class ReplicaPort(Protocol):
 class Liveness(Protocol):
     """Tells which replicas are certainly dead, sooner than their leases do."""
 
-    async def find_dead(self, actor_names: Sequence[str]) -> set[str]:
-        """Return those actors of which it is certain that their process is gone."""
+    async def find_dead(self, actors: Mapping[str, str]) -> set[str]:
+        """Return those actors, named with their nodes, whose process is certainly gone."""

@@ -37,7 +37,6 @@ from deployments.cluster_protocol import (
     Register,
     RegisterAnswer,
     Resolved,
-    TableUpdate,
     Watch,
     WatchAnswer,
 )
@@ -116,40 +115,41 @@ class Controller:
 
     async def register(self, request: Register) -> RegisterAnswer:
         """Make a replica a member and tell it everything."""
-        await self._agreement.register(request)
+        member = await self._agreement.register(request)
         return RegisterAnswer(
             update=self._desired.snapshot(),
             warm_names=self._warm_names(),
-            lease_s=self._settings.lease_s,
+            lease_s=member.lease_s,
         )
 
     async def watch(self, request: Watch) -> WatchAnswer:
         """Renew a replica's lease and answer when there is news, or after a while."""
         received = self._store.mark()
         member = self._agreement.renew(request)
-        update = self._repair(request)
-        if update is None:
+        is_wrong = self._is_wrong(request)
+        if not is_wrong:
             await self._agreement.wait_for_news(request, member, self._settings.poll_s)
         # The lease counts from here on at the latest, so whoever takes over waits for it.
         await self._store.confirm(received)
+        update = self._desired.update_since(request.journal_id, request.table_version)
         return WatchAnswer(
-            update=update or self._desired.update_since(request.journal_id, request.table_version),
+            update=self._desired.snapshot() if is_wrong else update,
             preparing=self._agreement.preparing(member),
-            lease_s=self._settings.lease_s,
+            lease_s=member.lease_s,
         )
 
-    def _repair(self, request: Watch) -> TableUpdate | None:
-        """The whole table for a replica whose own says something else at the same version."""
+    def _is_wrong(self, request: Watch) -> bool:
+        """Whether a replica's table says something else than ours at the same version."""
         is_current = (request.journal_id, request.table_version) == (
             self._desired.journal_id,
             self._desired.table_version,
         )
         if request.fingerprint is None or not is_current:
-            return None
+            return False
         if request.fingerprint == self._desired.fingerprint():
-            return None
+            return False
         logger.error("the table of replica %s is wrong", request.member.replica_id)
-        return self._desired.snapshot()
+        return True
 
     async def report(self, member: MemberId, op_id: str, report: PrepareReport) -> None:
         """Take in how a replica's prepare ended."""

@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -232,10 +232,19 @@ class ControllerActor:
 class RayLiveness:
     """Asks Ray which replicas' processes are gone."""
 
-    async def find_dead(self, actor_names: Sequence[str]) -> set[str]:
-        """Return the actors that certainly are; one that does not answer may still live."""
-        verdicts = await asyncio.gather(*map(self._is_dead, actor_names))
-        return {name for name, is_dead in zip(actor_names, verdicts, strict=True) if is_dead}
+    async def find_dead(self, actors: Mapping[str, str]) -> set[str]:
+        """Return the actors that certainly are; one that does not answer may still live.
+
+        Of a node that it cannot reach, Ray says that all of its actors died. They may live on and
+        serve whoever reaches them, so their leases have to end.
+        """
+        verdicts = await asyncio.gather(*map(self._is_dead, actors))
+        dead = {name for name, is_dead in zip(actors, verdicts, strict=True) if is_dead}
+        if not dead:
+            return dead
+        nodes = await asyncio.to_thread(ray.nodes)
+        reached = {node["NodeID"] for node in nodes if node["Alive"]}
+        return {name for name in dead if actors[name] in reached}
 
     async def _is_dead(self, actor_name: str) -> bool:
         try:

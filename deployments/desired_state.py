@@ -7,8 +7,9 @@ from collections import deque
 
 from adapters import AdapterVersion
 from deployments.aliases import split_adapter
-from deployments.cluster_protocol import AliasChange, TableChange, TableUpdate
-from deployments.journal import StoredState
+from deployments.cluster_protocol import AliasChange, ForcedEnd, TableChange, TableUpdate
+from deployments.journal import MAX_FORCED, StoredState
+from deployments.operations import Operation
 from deployments.table_fingerprint import fingerprint
 
 # A replica further behind than this gets a snapshot.
@@ -27,6 +28,9 @@ class DesiredState:
         self.unloaded = set(stored.unloaded)
         self._fingerprint: tuple[int, int] | None = None
         self._changes: deque[tuple[int, TableChange | AliasChange]] = deque(maxlen=_MAX_CHANGES)
+        self._forced: deque[tuple[int, ForcedEnd]] = deque(maxlen=MAX_FORCED)
+        for operation in stored.forced:
+            self.force(operation)
 
     def apply(self, change: TableChange, table_version: int) -> None:
         """Take in a change that the journal holds already."""
@@ -47,6 +51,12 @@ class DesiredState:
         else:
             self.aliases[change.name] = change.alias
         self._append(change, table_version)
+
+    def force(self, operation: Operation) -> None:
+        """Have what runs on an unloaded name aborted, also by a replica that gets a snapshot."""
+        assert operation.table_version is not None
+        end = ForcedEnd(operation.name, operation.generation)
+        self._forced.append((operation.table_version, end))
 
     def _append(self, change: TableChange | AliasChange, table_version: int) -> None:
         # A replica at one version is told what came later: one out of order would be left out.
@@ -108,6 +118,7 @@ class DesiredState:
             aliases=tuple(
                 AliasChange(name=name, alias=alias) for name, alias in self.aliases.items()
             ),
+            forced=tuple(end for _, end in self._forced),
             snapshot=True,
         )
 
@@ -125,4 +136,5 @@ class DesiredState:
             table_version=self.table_version,
             changes=tuple(change for change in missing if isinstance(change, TableChange)),
             aliases=tuple(change for change in missing if isinstance(change, AliasChange)),
+            forced=tuple(end for version, end in self._forced if version > table_version),
         )

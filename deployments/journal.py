@@ -23,10 +23,12 @@ from deployments.journal_tables import (
     version_text,
     versions_text,
 )
-from deployments.operations import Operation, OperationPhase, OperationQuery
+from deployments.operations import Operation, OperationKind, OperationPhase, OperationQuery
 
 # Ended operations are kept this far back, for audits and for recognising repeated calls.
 MAX_ENDED_OPERATIONS = 10_000
+# A replica that was away for longer than so many forced unloads lets its requests finish.
+MAX_FORCED = 1000
 PRUNE_EVERY = 256
 
 
@@ -35,6 +37,7 @@ class StoredState:
     """All that a starting controller needs to know.
 
     ``unloaded`` names were unloaded by an operator: no resolver may bring them back by itself.
+    ``forced`` are the last unloads that abort what runs, oldest first.
     """
 
     journal_id: str
@@ -44,6 +47,7 @@ class StoredState:
     aliases: dict[str, AdapterAlias] = field(default_factory=dict)
     unloaded: frozenset[str] = frozenset()
     open_operations: tuple[Operation, ...] = ()
+    forced: tuple[Operation, ...] = ()
     members: tuple[Register, ...] = ()
 
 
@@ -80,6 +84,7 @@ class Journal:
             aliases={alias.name: alias for alias in self._aliases()},
             unloaded=frozenset(name for name, version in versions.items() if version is None),
             open_operations=tuple(self._open_operations()),
+            forced=tuple(self._forced()),
             members=tuple(self._members()),
         )
 
@@ -201,12 +206,13 @@ class Journal:
         """Remember a replica, so that a restarted controller waits for its lease."""
         with self._transaction():
             self._db.execute(
-                "INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?)",
+                "INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?, ?)",
                 (
                     member.member.replica_id,
                     member.member.incarnation,
                     member.node,
                     member.actor_name,
+                    member.lease_s,
                 ),
             )
 
@@ -223,9 +229,12 @@ class Journal:
         return int(self._meta("generation"))
 
     def restore(self, state: StoredState, *, generation: int) -> None:
-        """Replace all names by others, as another journal: replicas take everything anew."""
+        """Replace all names by others, as another journal: replicas take everything anew.
+
+        Those that are members stay it: their leases may still run.
+        """
         with self._transaction():
-            for table in ("adapters", "aliases", "members"):
+            for table in ("adapters", "aliases"):
                 self._db.execute(f"DELETE FROM {table}")
             for key, value in (
                 ("journal_id", uuid.uuid4().hex),
@@ -315,6 +324,14 @@ class Journal:
         ).fetchall()
         return map(read_operation, rows)
 
+    def _forced(self) -> list[Operation]:
+        rows = self._db.execute(
+            "SELECT * FROM operations WHERE kind = ? AND table_version IS NOT NULL "
+            "ORDER BY table_version DESC LIMIT ?",
+            (OperationKind.UNLOAD, MAX_FORCED),
+        ).fetchall()
+        return [operation for operation in map(read_operation, rows) if operation.is_forced][::-1]
+
     def _aliases(self) -> Iterator[AdapterAlias]:
         for row in self._db.execute("SELECT document FROM aliases").fetchall():
             yield AdapterAlias.from_json(row["document"])
@@ -325,4 +342,5 @@ class Journal:
                 member=MemberId(row["replica_id"], row["incarnation"]),
                 node=row["node"],
                 actor_name=row["actor_name"],
+                lease_s=row["lease_s"],
             )

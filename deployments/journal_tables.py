@@ -34,6 +34,7 @@ _LATER_COLUMNS = (
     ("operations", "request", "TEXT NOT NULL DEFAULT ''"),
     ("operations", "reasons", "TEXT NOT NULL DEFAULT '{}'"),
     ("adapters", "kept", "TEXT NOT NULL DEFAULT '[]'"),
+    ("members", "lease_s", "REAL NOT NULL DEFAULT 0"),
 )
 
 

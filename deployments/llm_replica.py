@@ -88,7 +88,7 @@ class LLMReplica:
             self._engine,
             build_sources(config, metrics.observe_resolver, read_pushed=controller.share_push),
             clock=SystemClock(),
-            abort_running=self._server.abort_version,
+            abort_running=self._server.abort_running,
             metrics=metrics,
         )
         RayExporter(metrics.registry).start()

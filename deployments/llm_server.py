@@ -10,6 +10,7 @@ from typing import cast
 
 from adapters import AdapterVersion
 from deployments.backend import BaseModelInfo
+from deployments.cluster_protocol import ForcedEnd
 from deployments.coalesce import coalesce
 from deployments.engine_port import GeneratingEngine
 from deployments.errors import (
@@ -62,6 +63,7 @@ class LLMServer:
         self._profile = profile or ModelProfile()
         self._link: ReplicaLink | None = None
         self._running: dict[str, AdapterVersion] = {}
+        self._aborted: set[str] = set()
         self._metrics = metrics or ReplicaMetrics(
             base_model.id, replica_id, base_model.max_model_len
         )
@@ -79,6 +81,9 @@ class LLMServer:
             )
             name, generation = _named(admitted)
             record.admitted(name, generation)
+            if admitted is not None:
+                self._running[request.request_id] = admitted.version
+                stack.callback(self._forget, request.request_id)
             profile = self._profile_of(admitted)
             prompt_token_ids = await self._encoder.encode(
                 request.prompt,
@@ -88,13 +93,13 @@ class LLMServer:
             )
             plan = self._planner.plan(request, profile, prompt_token_ids)
             record.tokenized(len(prompt_token_ids))
-            if admitted is not None:
-                self._running[request.request_id] = admitted.version
-                stack.callback(self._running.pop, request.request_id, None)
             outputs = await stack.enter_async_context(
                 aclosing(self._outputs(request, prompt_token_ids, plan.params, admitted))
             )
             first = await anext(outputs)
+            if request.request_id in self._aborted:
+                # Perhaps before the engine knew of it.
+                await self._engine.abort(request.request_id)
             record.outputs(first)
             yield GenerationStart(
                 replica_id=self.replica_id,
@@ -110,10 +115,11 @@ class LLMServer:
                 record.outputs(item)
                 yield item
 
-    async def abort_version(self, version: AdapterVersion) -> None:
-        """Abort everything that runs on one version of an adapter or an earlier one."""
+    async def abort_running(self, end: ForcedEnd) -> None:
+        """Abort everything that runs on some versions of an adapter, or is about to."""
         for request_id, running in tuple(self._running.items()):
-            if running.name == version.name and running.generation <= version.generation:
+            if running.name == end.name and running.generation <= end.generation:
+                self._aborted.add(request_id)
                 await self._engine.abort(request_id)
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResult:
@@ -184,6 +190,10 @@ class LLMServer:
                 error.param = "model"
                 raise
             yield admitted
+
+    def _forget(self, request_id: str) -> None:
+        self._running.pop(request_id, None)
+        self._aborted.discard(request_id)
 
     def _profile_of(self, admitted: AdmittedAdapter | None) -> ModelProfile:
         return self._profile if admitted is None else admitted.profile.over(self._profile)

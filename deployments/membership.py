@@ -16,6 +16,7 @@ class Member:
     id: MemberId
     node: str
     actor_name: str | None
+    lease_s: float
     expires_at: float
     table_version: int = -1
     residency: dict[str, Residency] = field(default_factory=dict)
@@ -45,12 +46,17 @@ class Membership:
         return self._members.get(member_id)
 
     def add(self, request: Register, now: float) -> Member:
-        """Make a replica a member. It has acknowledged nothing so far."""
+        """Make a replica a member. It has acknowledged nothing so far.
+
+        Its leases keep their length, whatever later settings say: what was granted still runs.
+        """
+        lease_s = request.lease_s or self.lease_s
         member = Member(
             id=request.member,
             node=request.node,
             actor_name=request.actor_name,
-            expires_at=now + self.lease_s,
+            lease_s=lease_s,
+            expires_at=now + lease_s,
         )
         self._members[member.id] = member
         return member
@@ -60,7 +66,7 @@ class Membership:
         member = self._members.get(watch.member)
         if member is None or member.expires_at <= now:
             raise LeaseLostError(f"{watch.member.replica_id} holds no lease")
-        member.expires_at = now + self.lease_s
+        member.expires_at = now + member.lease_s
         if is_current_journal:
             # A late, repeated message must not take back what was acknowledged.
             member.table_version = max(member.table_version, watch.table_version)

@@ -71,6 +71,11 @@ class Operation:
     request: str = ""
     reasons: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def is_forced(self) -> bool:
+        """Whether it unloads and aborts what still runs."""
+        return self.kind is OperationKind.UNLOAD and self.request == describe_request(True)
+
     def is_repeat_of(self, other: "Operation") -> bool:
         """Whether both are the same call. (Old journals do not know what was asked for.)"""
         same_target = (self.kind, self.name) == (other.kind, other.name)

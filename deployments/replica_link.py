@@ -17,6 +17,7 @@ from deployments.adapter_table import AdapterTable
 from deployments.aliases import split_adapter
 from deployments.clock import Clock, Signal
 from deployments.cluster_protocol import (
+    ForcedEnd,
     LeaseLostError,
     PrepareCommand,
     PrepareReport,
@@ -80,7 +81,7 @@ class ReplicaLink:
         sources: AdapterSources,
         *,
         clock: Clock,
-        abort_running: Callable[[AdapterVersion], Awaitable[None]],
+        abort_running: Callable[[ForcedEnd], Awaitable[None]],
         metrics: ReplicaMetrics | None = None,
     ) -> None:
         self._identity = identity
@@ -134,7 +135,7 @@ class ReplicaLink:
         adapters that an alias stands for.
         """
         name, _ = split_adapter(adapter)
-        while self.table.find(name) is None and self.table.find_alias(name) is None:
+        while not self._knows(name):
             await self._resolve(name)
         # From the lease check to the hold nothing awaits: what is looked up was in service when
         # the request started.
@@ -159,6 +160,9 @@ class ReplicaLink:
             raise GenerationNotFoundError(name, generation, current.generation)
         return kept
 
+    def _knows(self, name: str) -> bool:
+        return self.table.find(name) is not None or self.table.find_alias(name) is not None
+
     async def _resolve(self, name: str) -> None:
         """Learn a name from the controller, once for all requests that wait for it."""
         task = self._resolving.get(name)
@@ -166,6 +170,12 @@ class ReplicaLink:
             task = self._resolving[name] = self._spawn(self._ask(name))
             task.add_done_callback(lambda _: self._resolving.pop(name))
         await asyncio.wait((task,))
+        if self._knows(name):
+            return
+        # The controller may have answered before this request was made, and since then the name
+        # was loaded. Only while the lease holds would the table say so.
+        if not self.holds_lease:
+            raise ReplicaUnavailableError("this replica lost contact with the controller")
         task.result()
 
     async def _ask(self, name: str) -> None:
@@ -248,8 +258,9 @@ class ReplicaLink:
         self._lease_until = sent_at + lease_s * (1 - _LEASE_MARGIN)
 
     def _apply(self, update: TableUpdate) -> None:
-        for version in self.table.apply(update):
-            self._spawn(self._abort_running(version))
+        self.table.apply(update)
+        for end in update.forced:
+            self._spawn(self._abort_running(end))
         self._applied.notify()
 
     # -- prepares

@@ -9,7 +9,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from adapters import AdapterVersion
 from deployments.aliases import AdapterAlias
@@ -85,7 +85,8 @@ class TwoPhase:
         self._joining: Counter[MemberId] = Counter()
         # Told how long the members took to follow a change.
         self.observe_broadcast: Callable[[float], object] = lambda _: None
-        # A restarted controller cannot know when these renewed last: grant them a whole lease.
+        # A restarted controller cannot know when these renewed last: grant them a whole lease, as
+        # long as theirs was.
         for member in stored.members:
             self.members.add(member, clock.now())
 
@@ -93,6 +94,7 @@ class TwoPhase:
 
     async def register(self, request: Register) -> Member:
         """Make a replica a member, in the journal first."""
+        request = replace(request, lease_s=self.members.lease_s)
         self._joining[request.member] += 1
         try:
             await self._store.add_member(request)
@@ -202,7 +204,6 @@ class TwoPhase:
         *,
         forget: bool = False,
         keep: int = 0,
-        abort_running: bool = False,
     ) -> Operation:
         """Write the change to the journal, then announce it. Takes effect or raises as a whole."""
         kept = () if forget else self.desired.kept_beside(version, keep)
@@ -210,13 +211,10 @@ class TwoPhase:
             operation.op_id, version, forget=forget, kept=kept, now=self._clock.wall()
         )
         assert committed.table_version is not None
-        change = TableChange(
-            name=operation.name,
-            version=None if forget else version,
-            kept=kept,
-            abort_running=abort_running,
-        )
+        change = TableChange(name=operation.name, version=None if forget else version, kept=kept)
         self.desired.apply(change, committed.table_version)
+        if committed.is_forced:
+            self.desired.force(committed)
         self._prepares.pop(_attempt(operation), None)
         self._signal.notify()
         return committed
@@ -320,7 +318,8 @@ class TwoPhase:
         by_name = {m.actor_name: m for m in candidates if m.actor_name is not None}
         if not by_name:
             return
-        for actor_name in await self._liveness.find_dead(list(by_name)):
+        nodes = {actor_name: member.node for actor_name, member in by_name.items()}
+        for actor_name in await self._liveness.find_dead(nodes):
             logger.warning("replica %s died", actor_name)
             self.leave(by_name[actor_name].id)
 

@@ -5,14 +5,15 @@ The network between them can be cut and the controller killed at any point.
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from adapters import AdapterVersion, adapter_digest, find_adapter_files
+from adapters import adapter_digest, find_adapter_files
 from deployments.backend import LoadAdapter, UnloadAdapter
 from deployments.cluster_protocol import (
+    ForcedEnd,
     MemberId,
     PrepareReport,
     Register,
@@ -86,8 +87,8 @@ class FakeLiveness:
     def __init__(self) -> None:
         self.dead: set[str] = set()
 
-    async def find_dead(self, actor_names: Sequence[str]) -> set[str]:
-        return self.dead.intersection(actor_names)
+    async def find_dead(self, actors: Mapping[str, str]) -> set[str]:
+        return self.dead & actors.keys()
 
 
 class Network:
@@ -135,7 +136,7 @@ class Replica:
         self.name = name
         self.engine = FakeEngine()
         self.network = Network(cluster)
-        self.aborted: list[AdapterVersion] = []
+        self.aborted: list[ForcedEnd] = []
         self.link = ReplicaLink(
             Register(member=MemberId(name, "1"), node="node", actor_name=name),
             self.network,
@@ -145,8 +146,8 @@ class Replica:
             abort_running=self._abort,
         )
 
-    async def _abort(self, version: AdapterVersion) -> None:
-        self.aborted.append(version)
+    async def _abort(self, end: ForcedEnd) -> None:
+        self.aborted.append(end)
 
     async def digest_for(self, adapter: str, split_key: str = "") -> str:
         """Start a request and say which bytes it runs on."""

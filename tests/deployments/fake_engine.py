@@ -127,7 +127,8 @@ class FakeEngine:
         return FakeStats(num_running=len(self.running))
 
     async def abort(self, request_id: str) -> None:
-        self.aborted.add(request_id)
+        if request_id in self.running:  # Nobody remembers an id that is unknown.
+            self.aborted.add(request_id)
 
     async def generate(
         self,
@@ -167,12 +168,12 @@ async def make_fake_engine(config: DeploymentConfig, num_threads: int) -> FakeEn
     )
 
 
-def _output(request_id: str, text: str, finish: FinishReason | None) -> RequestOutput:
 def _timing() -> RequestTiming:
     now = time.monotonic()
     return RequestTiming(now, now, now)
 
 
+def _output(request_id: str, text: str, finish: FinishReason | None) -> RequestOutput:
     return RequestOutput(
         request_id=request_id,
         text=text,

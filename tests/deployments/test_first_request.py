@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from adapters import LoRARequest, find_adapter_files
+from deployments.cluster_protocol import MemberId, Resolved
 from deployments.errors import (
     AdapterNotFoundError,
     AdapterRejectedError,
@@ -153,6 +154,38 @@ async def test_flood_of_wrong_names_is_a_bounded_number_of_lookups(cluster: Reso
     with pytest.raises(AdapterNotFoundError):
         await cluster.clock.finish(controller.resolve("another", member))
     assert controller._operations.runner.tasks == {}
+
+
+async def test_not_found_from_before_a_load_is_not_told_to_requests_from_after_it(
+    cluster: Resolving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = cluster.replicas["r2"]
+    # The controller's answer is on its way for longer than the replica's lease.
+    answered, arrives = asyncio.Event(), asyncio.Event()
+
+    async def resolve(name: str, member: MemberId) -> Resolved:
+        try:
+            return await cluster.controller.resolve(name, member)
+        finally:
+            answered.set()
+            await arrives.wait()
+
+    monkeypatch.setattr(lost.network, "resolve", resolve)
+    early = asyncio.ensure_future(lost.digest_for("sql"))
+    await cluster.clock.until(answered.is_set)
+    monkeypatch.undo()
+    lost.network.is_up.clear()
+    version = await cluster.clock.finish(cluster.load("sql", cluster.write_adapter("sql")))
+    late = asyncio.ensure_future(lost.digest_for("sql"))
+    await settle()
+    arrives.set()
+    await cluster.clock.until(lambda: early.done() and late.done())
+    for request in (early, late):
+        with pytest.raises(ReplicaUnavailableError):
+            await request
+    lost.network.is_up.set()
+    await cluster.clock.until(lambda: lost.link.holds_lease)
+    assert await cluster.clock.finish(lost.digest_for("sql")) == version.digest
 
 
 async def test_explicit_load_is_not_hidden_by_a_remembered_miss(cluster: Resolving) -> None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from deployments.backend import BaseModelInfo, UnloadAdapter
+from deployments.cluster_protocol import ForcedEnd
 from deployments.errors import AdapterNotFoundError, AdapterSourceError, ReplicaUnavailableError
 from deployments.generation import (
     GenerateRequest,
@@ -136,9 +137,45 @@ async def test_forced_unload_ends_running_requests(
     await cluster.clock.finish(
         cluster.controller.unload(UnloadAdapter(name="sql", force=True), "u")
     )
-    await server.abort_version(version)
+    await server.abort_running(ForcedEnd("sql", version.generation))
     _, outputs = await task
     assert outputs[-1].finish_reason is FinishReason.ABORT
+
+
+async def test_forced_unload_ends_requests_that_the_engine_does_not_know_yet(
+    cluster: Cluster, server: LLMServer, replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = await cluster.clock.finish(cluster.load("sql", cluster.write_adapter("sql")))
+    encode, go_on = server._encoder.encode, asyncio.Event()
+
+    async def encode_slowly(*arguments: Any, **options: Any) -> list[int]:
+        await go_on.wait()
+        return await encode(*arguments, **options)
+
+    monkeypatch.setattr(server._encoder, "encode", encode_slowly)
+    replica.engine.token_delay_s = 0.001
+    endless = request("sql", params=SamplingParams(max_tokens=100_000))
+    task = asyncio.create_task(collect(server.generate(endless)))
+    await cluster.clock.until(lambda: bool(server.in_flight()))
+    await server.abort_running(ForcedEnd("sql", version.generation))
+    go_on.set()
+    _, outputs = await task
+    assert outputs[-1].finish_reason is FinishReason.ABORT
+    assert server.in_flight() == []
+
+
+async def test_what_is_loaded_after_a_forced_unload_is_not_aborted(
+    cluster: Cluster, server: LLMServer, replica: Replica
+) -> None:
+    path = cluster.write_adapter("sql")
+    await cluster.clock.finish(cluster.load("sql", path))
+    await cluster.clock.finish(cluster.unload("sql", force=True))
+    await cluster.clock.finish(cluster.load("sql", path))
+    for end in replica.aborted:
+        await server.abort_running(end)
+    stream = collect(server.generate(request("sql")))
+    _, outputs = await cluster.clock.finish(stream)
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
 
 
 async def test_errors_come_before_the_start(

@@ -18,7 +18,7 @@ from deployments import AdapterController
 from deployments.app import REPLICAS, bind_replicas
 from deployments.backend import LoadAdapter, UnloadAdapter
 from deployments.config import AdapterSettings, ClusterSettings, DeploymentConfig
-from deployments.controller_actor import Deployed, find_or_create_controller
+from deployments.controller_actor import Deployed, RayLiveness, find_or_create_controller
 from deployments.errors import (
     AdapterAlreadyLoadedError,
     AdapterInUseError,
@@ -315,6 +315,27 @@ async def test_killed_replica_is_replaced_by_one_that_knows_everything(served: S
             break
         assert time.monotonic() < deadline
         await asyncio.sleep(0.5)
+
+
+async def test_only_a_process_whose_node_is_reached_is_certainly_dead(served: Served) -> None:
+    @ray.remote(num_cpus=0)
+    class Process: ...
+
+    def start(name: str) -> Any:
+        return Process.options(name=name, namespace="serve").remote()  # type: ignore[attr-defined]
+
+    names = ["ended", "unreached", "alive"]
+    actors = {name: start(name) for name in names}
+    await asyncio.gather(*(actor.__ray_ready__.remote() for actor in actors.values()))
+    here = ray.get_runtime_context().get_node_id()
+    for name in ("ended", "unreached"):
+        ray.kill(actors[name])
+    nodes = {"ended": here, "unreached": "0" * 56, "alive": here}
+    dead: set[str] = set()
+    async with asyncio.timeout(30):
+        while not dead:
+            dead = await RayLiveness().find_dead(nodes)
+    assert dead == {"ended"}
 
 
 def kill_replica(replica_id: str) -> None:

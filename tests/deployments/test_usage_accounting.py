@@ -165,7 +165,7 @@ async def world(engine: AsyncEngine, tmp_path: Path) -> AsyncIterator[World]:
         engine,
         sources,
         clock=SystemClock(),
-        abort_running=server.abort_version,
+        abort_running=server.abort_running,
     )
     server.attach(link)
     await link.join()
