@@ -207,6 +207,7 @@ class HttpOptions(_Settings):
 
     api_key: SecretStr | None = None
     admin_api_key: SecretStr | None = None
+    keys_file: str | None = None
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     max_push_bytes: int = DEFAULT_MAX_PUSH_BYTES
     max_choices: int = DEFAULT_MAX_CHOICES
@@ -219,6 +220,8 @@ class HttpOptions(_Settings):
         return HttpSettings(
             api_key=_secret(self.api_key),
             admin_api_key=_secret(self.admin_api_key),
+            keys_file=None if self.keys_file is None else Path(self.keys_file).absolute(),
+            num_ingresses=self.num_replicas,
             max_body_bytes=self.max_body_bytes,
             max_push_bytes=self.max_push_bytes,
             max_choices=self.max_choices,
@@ -314,6 +317,8 @@ def load_config(
     for name in ("api_key", "admin_api_key"):
         if key := environ.get(f"LORAFLEET_{name.upper()}"):
             http[name] = key
+    if keys_file := environ.get("LORAFLEET_KEYS_FILE"):
+        http["keys_file"] = keys_file
     return DeploymentConfig.model_validate(merged)
 
 

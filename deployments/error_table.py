@@ -17,17 +17,20 @@ _RETRY_AFTER_S = 1
 
 @dataclass(frozen=True, slots=True)
 class ErrorStatus:
-    """What an error becomes on the wire."""
+    """What an error becomes on the wire. ``reason`` names a refusal in metrics."""
 
     status: int
     type: str
     param: str | None = None
     retry_after_s: int | None = None
+    reason: str | None = None
 
 
 _INTERNAL = ErrorStatus(500, "InternalServerError")
 _UNAVAILABLE = ErrorStatus(503, "ServiceUnavailableError", retry_after_s=_RETRY_AFTER_S)
-_OVERLOADED = ErrorStatus(429, "RateLimitError", retry_after_s=_RETRY_AFTER_S)
+_OVERLOADED = ErrorStatus(
+    429, "RateLimitError", retry_after_s=_RETRY_AFTER_S, reason="queue_full"
+)
 _BAD_REQUEST = ErrorStatus(400, "BadRequestError")
 _BAD_ADAPTER = ErrorStatus(400, "InvalidUserInput")
 
@@ -56,6 +59,7 @@ ERROR_TABLE: dict[type[Exception], ErrorStatus] = {
     errors.JournalUnavailableError: _UNAVAILABLE,
     errors.ReplicaUnavailableError: _UNAVAILABLE,
     errors.OverloadedError: _OVERLOADED,
+    errors.LimitExceededError: ErrorStatus(429, "RateLimitError", retry_after_s=_RETRY_AFTER_S),
     engine_errors.EngineError: _INTERNAL,
     engine_errors.InvalidRequestError: _BAD_REQUEST,
     engine_errors.PromptTooLongError: _BAD_REQUEST,

@@ -22,7 +22,8 @@
     │   └── JournalLostError            another controller has the journal now; this one stopped
     ├── OperationTimeoutError           an operation did not end in time; its outcome is in doubt
     ├── ReplicaUnavailableError         no replica can serve this now; try again
-    └── OverloadedError                 queues are full; try again
+    ├── OverloadedError                 queues are full; try again
+    └── LimitExceededError              a key or an adapter has had its share for now
 
 Errors cross process borders, so each survives pickling with its message and its facts. How they
 look over HTTP is decided by ``error_table.py`` alone.
@@ -249,3 +250,19 @@ class ReplicaUnavailableError(ClusterError):
 
 class OverloadedError(ClusterError):
     """Every queue is full; the request was not started."""
+
+
+class LimitExceededError(ClusterError):
+    """A key or an adapter has had its share for now; the request was not started.
+
+    ``limit`` is the limit's name. ``headers`` tell the caller where all its limits stand.
+    """
+
+    def __init__(self, whose: str, limit: str, amount: int, retry_after_s: float) -> None:
+        super().__init__(
+            f"Rate limit reached for {whose}: {limit} {amount}. Try again in {retry_after_s:.3g} s."
+        )
+        self.whose = whose
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+        self.headers: dict[str, str] = {}

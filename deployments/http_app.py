@@ -47,7 +47,9 @@ def create_http_app(
         telemetry=telemetry or HttpTelemetry(),
         sends_request_id=sends_request_id,
     )
-    install_failure_handlers(app)
+    app.state.access = api.access
+    install_failure_handlers(app, metrics.refused)
+    metrics.keys_stale.set_function(lambda: api.access.keyring.is_stale)
 
     app.include_router(_health_router(api))
     app.include_router(metrics_router(api, metrics))
@@ -62,7 +64,7 @@ def create_http_app(
         adapters_router(api),
     )
     for router in user_routers:
-        app.include_router(router, dependencies=[Depends(user_guard(settings))])
+        app.include_router(router, dependencies=[Depends(user_guard(api))])
     app.include_router(admin_router(api))
     app.include_router(management_router(api))
     app.include_router(push_router(api))

@@ -43,7 +43,7 @@ def admin_page_router(api: Api, feed: FleetFeed | None = None) -> APIRouter:
     async def page(request: Request) -> Response:
         return answer(request, "index.html")
 
-    @router.get("/admin/events", dependencies=[Depends(admin_guard(api.settings))])
+    @router.get("/admin/events", dependencies=[Depends(admin_guard(api))])
     async def events() -> Response:
         stream = followed.events((await api.base_model()).id)
 

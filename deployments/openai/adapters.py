@@ -1,6 +1,6 @@
 """Loading, unloading and listing adapters, as vLLM's routes and as the cluster sees them."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import orjson
@@ -29,6 +29,7 @@ from deployments.openai.failures import (
 )
 from deployments.openai.operations import operation_id
 from deployments.openai.schema import LoadAdapterBody, UnloadAdapterBody
+from deployments.openai.visit import Visit, visit_of
 
 _MAX_LISTED = 10_000
 
@@ -58,7 +59,7 @@ def adapters_router(api: Api) -> APIRouter:
     async def list_adapters(request: Request) -> Response:
         filters = AdapterFilters.model_validate(dict(request.query_params))
         # One more than asked for tells whether there are more.
-        found = await api.backend.list_adapters(filters.query(extra=1))
+        found = await _allowed_adapters(api, filters, visit_of(request))
         page = found if filters.limit is None else found[: filters.limit]
         replicas = [asdict(status) for status in await api.backend.list_replicas()]
         document = {
@@ -70,10 +71,20 @@ def adapters_router(api: Api) -> APIRouter:
         return _json(document)
 
     @router.get("/v1/adapters/{name:path}")
-    async def get_adapter(name: str) -> Response:
+    async def get_adapter(request: Request, name: str) -> Response:
+        visit_of(request).check(name)
         return _json(adapter_document(await find_adapter(api, name)))
 
     return router
+
+
+async def _allowed_adapters(api: Api, filters: AdapterFilters, visit: Visit) -> list[AdapterStatus]:
+    """One adapter more than the page has room for, if there are so many that the key is for."""
+    query = filters.query(extra=1)
+    if visit.is_unrestricted:
+        return await api.backend.list_adapters(query)
+    every = await api.backend.list_adapters(replace(query, limit=None))
+    return [each for each in every if visit.may_use(each.version.name)][: query.limit]
 
 
 def admin_router(api: Api) -> APIRouter:

@@ -20,4 +20,4 @@ def admin_guards(api: Api) -> list[Any]:
         if not api.backend.allow_runtime_updating:
             raise ApiError(str(RuntimeUpdatingDisabledError()), status=404, type=NOT_FOUND)
 
-    return [Depends(admin_guard(api.settings)), Depends(check_enabled)]
+    return [Depends(admin_guard(api)), Depends(check_enabled)]

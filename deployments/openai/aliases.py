@@ -17,6 +17,7 @@ from deployments.openai.body import Body, read_body
 from deployments.openai.failures import OPERATION_HEADER, ApiError
 from deployments.openai.model_name import parse_model
 from deployments.openai.operations import operation_id
+from deployments.openai.visit import visit_of
 
 _ROUTE = "/v1/adapters/aliases"
 
@@ -34,15 +35,21 @@ def aliases_router(api: Api) -> APIRouter:
     """Views for everybody, changes for administrators."""
     router = APIRouter()
     guards = admin_guards(api)
-    views = [Depends(user_guard(api.settings))]
+    views = [Depends(user_guard(api))]
 
     @router.get(_ROUTE, dependencies=views)
-    async def list_aliases() -> Response:
-        found = [alias_document(alias) for alias in await api.backend.list_aliases()]
+    async def list_aliases(request: Request) -> Response:
+        may_use = visit_of(request).may_use
+        found = [
+            alias_document(alias)
+            for alias in await api.backend.list_aliases()
+            if may_use(alias.name)
+        ]
         return _json({"object": "list", "data": found})
 
     @router.get(_ROUTE + "/{name:path}", dependencies=views)
-    async def get_alias(name: str) -> Response:
+    async def get_alias(request: Request, name: str) -> Response:
+        visit_of(request).check(name)
         for alias in await api.backend.list_aliases():
             if alias.name == name:
                 return _json(alias_document(alias))

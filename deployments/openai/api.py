@@ -24,6 +24,7 @@ class Api:
     def __init__(self, backend: Backend, settings: HttpSettings) -> None:
         self.backend = backend
         self.settings = settings
+        self.access = settings.access_control()
         self.tokens = TokenTable(backend)
         self.version = lorafleet_version()
         self._base: BaseModelInfo | None = None

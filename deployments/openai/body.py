@@ -96,4 +96,5 @@ def too_large(max_bytes: int) -> ApiError:
         type="RequestTooLargeError",
         param="body",
         headers={"connection": "close"},
+        reason="body_too_large",
     )

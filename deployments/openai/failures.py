@@ -6,7 +6,7 @@ error, not a crash.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
@@ -46,6 +46,7 @@ class ApiError(Exception):
         type: str = BAD_REQUEST,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        reason: str | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -53,17 +54,19 @@ class ApiError(Exception):
         self.type = type
         self.param = param
         self.headers = dict(headers or {})
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What an exception becomes on the wire."""
+    """What an exception becomes on the wire. ``reason`` is why it is counted as a refusal."""
 
     status: int
     message: str
     type: str
     param: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    reason: str | None = None
 
     def body(self) -> bytes:
         """The JSON envelope, also used as an event in the middle of a stream."""
@@ -84,27 +87,34 @@ class Failure:
 def describe_failure(error: BaseException, request_id: str) -> Failure:
     """Translate an exception; log it if nobody raised it on purpose."""
     if isinstance(error, ApiError):
-        return Failure(error.status, error.message, error.type, error.param, error.headers)
+        return Failure(
+            error.status, error.message, error.type, error.param, error.headers, error.reason
+        )
     if isinstance(error, ValidationError):
         return _describe_validation(error)
     if isinstance(error, HTTPException):
         return _describe_http_exception(error)
     status = error_status(error)
-    retry = {} if status.retry_after_s is None else {"retry-after": str(status.retry_after_s)}
+    headers = dict(getattr(error, "headers", {}))
+    if status.retry_after_s is not None:
+        headers["retry-after"] = str(status.retry_after_s)
     if isinstance(error, (ClusterError, EngineError, InvalidAdapterNameError)):
         if status.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             _log.warning("request %s failed: %s", request_id, error)
-        return Failure(status.status, str(error), status.type, status.param, retry)
+        reason = getattr(error, "limit", status.reason)
+        return Failure(status.status, str(error), status.type, status.param, headers, reason)
     _log.error("request %s crashed", request_id, exc_info=error)
     message = f"Internal server error. Quote request id {request_id} when you report it."
-    return Failure(status.status, message, status.type, None, retry)
+    return Failure(status.status, message, status.type, None, headers)
 
 
-def install_failure_handlers(app: FastAPI) -> None:
-    """Send every exception of a route through ``describe_failure``."""
+def install_failure_handlers(app: FastAPI, count_refusal: Callable[[str], None]) -> None:
+    """Send every exception of a route through ``describe_failure``; count refusals by reason."""
 
     async def handle(request: Request, error: Exception) -> Response:
         failure = describe_failure(error, request.scope["state"]["request_id"])
+        if failure.reason is not None:
+            count_refusal(failure.reason)
         if getattr(request.state, "is_audited", False):
             _log_refusal(request, failure)
         operation_id = getattr(request.state, "operation_id", None)
@@ -125,7 +135,8 @@ def install_failure_handlers(app: FastAPI) -> None:
 
 def _log_refusal(request: Request, failure: Failure) -> None:
     peer = request.client.host if request.client else "?"
-    caller = getattr(request.state, "caller", "anonymous")
+    visit = getattr(request.state, "visit", None)
+    caller = "anonymous" if visit is None else visit.holder.name
     route = f"{request.method} {request.url.path[:_MAX_LOGGED_PATH]}"
     message = _valid_text(failure.message)
     # As a Python literal, so that nothing in it can look like another line of the log.

@@ -4,7 +4,7 @@ Knows the backend's streams and their errors. Knows nothing of bodies or respons
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import cast
@@ -42,7 +42,7 @@ class Fanout:
 
     ``start`` returns once every request was admitted and one of them has output, so whatever goes
     wrong until then is raised before anything was sent to the client. Whoever called ``start``
-    calls ``aclose``, which ends all requests.
+    calls ``aclose``, which ends all requests. ``meter`` is told of the tokens that were computed.
     """
 
     def __init__(self, backend: Backend, requests: Sequence[GenerateRequest]) -> None:
@@ -54,6 +54,12 @@ class Fanout:
         self._starts: dict[int, GenerationStart] = {}
         self._failure: Exception | None = None
         self._num_unfinished = len(self._requests)
+        self.meter: Callable[[int], None] = lambda num_tokens: None
+
+    @property
+    def requests(self) -> Sequence[GenerateRequest]:
+        """What was asked for, prompt by prompt."""
+        return self._requests
 
     @property
     def starts(self) -> list[GenerationStart]:
@@ -128,6 +134,7 @@ class Fanout:
             raise item.error
         if isinstance(item, GenerationStart):
             self._starts[index] = item
+            self.meter(len(item.prompt_token_ids))
             return []
         for output in item:
             if output.error is not None:
@@ -135,6 +142,7 @@ class Fanout:
             if output.finish_reason is FinishReason.ERROR:
                 raise ClusterError(f"request {output.request_id} failed without a reason")
             self._num_unfinished -= output.request_finished
+            self.meter(len(output.token_ids))
         return [PromptOutput(index, output) for output in item]
 
     async def _pump(

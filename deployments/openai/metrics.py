@@ -5,7 +5,7 @@ asked, so any ingress gives the same.
 """
 
 from fastapi import APIRouter, Response
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from deployments.metrics.snapshot import Snapshots
 from deployments.openai.api import Api
@@ -32,6 +32,21 @@ class HttpMetrics:
             buckets=_LATENCY_BUCKETS_S,
             registry=self.registry,
         )
+
+        self._refusals = Counter(
+            "lorafleet_http_refusals",
+            "Requests that were refused before any work, or ran out of time, by reason",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.keys_stale = Gauge(
+            "lorafleet_http_keys_stale",
+            "1 while the file of keys says something that is not in use, because it cannot be",
+            registry=self.registry,
+        )
+
+    def refused(self, reason: str) -> None:
+        self._refusals.labels(reason).inc()
 
     def count(self, route: str, status: int | None, seconds: float) -> None:
         self._requests.labels(route, status or 0).inc()

@@ -3,12 +3,13 @@
 from typing import Any
 
 import orjson
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
 from deployments.aliases import AdapterAlias
 from deployments.backend import AdapterState, AdapterStatus, BaseModelInfo
 from deployments.openai.adapters import find_adapter
 from deployments.openai.api import Api
+from deployments.openai.visit import visit_of
 
 OWNER = "lorafleet"
 
@@ -18,8 +19,9 @@ def models_router(api: Api) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/models")
-    async def list_models() -> Response:
+    async def list_models(request: Request) -> Response:
         base = await api.base_model()
+        may_use = visit_of(request).may_use
         cards = [_base_card(base)]
         cards += [
             _adapter_card(status, base)
@@ -27,14 +29,16 @@ def models_router(api: Api) -> APIRouter:
             if status.state is not AdapterState.PREPARING
         ]
         cards += [_alias_card(alias, base) for alias in await api.backend.list_aliases()]
-        return _json({"object": "list", "data": cards})
+        allowed = [card for card in cards if may_use(card["id"])]
+        return _json({"object": "list", "data": allowed})
 
     @router.get("/v1/models/{model_id:path}")
-    async def get_model(model_id: str) -> Response:
+    async def get_model(request: Request, model_id: str) -> Response:
         base = await api.base_model()
+        name = model_id.removeprefix(f"{base.id}:")
+        visit_of(request).check(name)
         if model_id == base.id:
             return _json(_base_card(base))
-        name = model_id.removeprefix(f"{base.id}:")
         for alias in await api.backend.list_aliases():
             if alias.name == name:
                 return _json(_alias_card(alias, base))

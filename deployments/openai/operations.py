@@ -38,7 +38,7 @@ class OperationFilters(BaseModel):
 
 def operations_router(api: Api) -> APIRouter:
     """Views of operations, for whoever may start them."""
-    router = APIRouter(dependencies=[Depends(admin_guard(api.settings))])
+    router = APIRouter(dependencies=[Depends(admin_guard(api))])
 
     @router.get("/v1/adapters/operations")
     async def list_operations(request: Request) -> Response:

@@ -11,6 +11,7 @@ from deployments.generation import GenerationStart
 from deployments.openai.disconnect import ClientGoneError, until_disconnect
 from deployments.openai.fanout import Fanout
 from deployments.openai.sse import EventStream
+from deployments.openai.visit import expected_tokens, visit_of
 
 REPLICA_HEADER = "x-lorafleet-replica"
 GENERATION_HEADER = "x-lorafleet-adapter-generation"
@@ -36,24 +37,32 @@ async def respond(
     *,
     stream: bool,
 ) -> Response:
-    """Start the requests, then stream or wait. They end with the client, at any moment."""
+    """Admit and start the requests, then stream or wait. They end with the client, at any moment.
 
-    async def work() -> Response:
-        async with AsyncExitStack() as stack:
-            stack.push_async_callback(fanout.aclose)
+    Their place under the caller's limits is given back on every way out.
+    """
+    visit = visit_of(request)
+    async with AsyncExitStack() as stack:
+        asked = fanout.requests
+        ticket = await visit.admit(asked[0].adapter, expected_tokens(asked))
+        stack.callback(ticket.close)
+        fanout.meter = ticket.spend
+        stack.push_async_callback(fanout.aclose)
+
+        async def work() -> Writer | bytes:
             await fanout.start()
-            headers = _headers(fanout.starts)
             writer = await make_writer(fanout)
-            if stream:
-                stack.pop_all()
-                return EventStream(writer.events(), fanout.aclose, headers=headers)
-            body = orjson.dumps(await writer.document())
-            return Response(body, headers=headers, media_type="application/json")
+            return writer if stream else orjson.dumps(await writer.document())
 
-    try:
-        return await until_disconnect(request.receive, work())
-    except ClientGoneError:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        try:
+            result = await until_disconnect(request.receive, work())
+        except ClientGoneError:
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        headers = {**_headers(fanout.starts), **visit.headers}
+        if isinstance(result, bytes):
+            return Response(result, headers=headers, media_type="application/json")
+        # From here on the stream owns what was taken; nothing waits before it is sent.
+        return EventStream(result.events(), stack.pop_all().aclose, headers=headers)
 
 
 def _headers(starts: Sequence[GenerationStart]) -> dict[str, str]:

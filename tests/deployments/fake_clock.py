@@ -65,6 +65,13 @@ class FakeClock:
             await self.advance(_STEP_S)
 
 
+class SteppedClock(FakeClock):
+    """Jumps, where told to even backwards, which a clock should not."""
+
+    def step(self, seconds: float) -> None:
+        self._now += seconds
+
+
 async def finish_threads() -> None:
     """Let work in threads end, which takes no time by this clock."""
     executor = asyncio.get_running_loop()._default_executor  # type: ignore[attr-defined]

@@ -1,64 +1,12 @@
 """A client that leaves takes its requests with it, at every moment of their life."""
 
 import asyncio
-import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-from fastapi import FastAPI
 
 from deployments.http_app import create_http_app
+from tests.deployments.asgi_connection import Connection, until
 from tests.deployments.fake_backend import FakeBackend
-from tests.deployments.http_client import Json
-
-COMPLETIONS = "/v1/completions"
-
-
-class Connection:
-    """One ASGI request whose client can leave at a chosen moment."""
-
-    def __init__(self, app: FastAPI, body: Json, *, broken: bool = False) -> None:
-        self.sent: list[dict[str, Any]] = []
-        self._left = asyncio.Event()
-        self._broken = broken
-        self._messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.4"},
-            "http_version": "1.1",
-            "method": "POST",
-            "path": COMPLETIONS,
-            "raw_path": COMPLETIONS.encode(),
-            "query_string": b"",
-            "root_path": "",
-            "scheme": "http",
-            "headers": [(b"content-type", b"application/json")],
-            "client": ("127.0.0.1", 1),
-            "server": ("test", 80),
-            "state": {},
-        }
-        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
-
-    async def _receive(self) -> dict[str, Any]:
-        if self._messages:
-            return self._messages.pop()
-        await self._left.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: Any) -> None:
-        if self._broken and message["type"] == "http.response.body":
-            raise OSError("connection reset")
-        self.sent.append(message)
-
-    def leave(self) -> None:
-        self._left.set()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 -- the conditions are plain facts of a fake
-            await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -112,7 +112,7 @@ async def test_every_refusal_is_logged(
     async with Client(backend, settings) as client:
         for key, expected in (
             ("wrong", "'POST /v1/load_lora_adapter' of anonymous from 127.0.0.1: 401"),
-            ("user", "'POST /v1/load_lora_adapter' of anonymous from 127.0.0.1: 403"),
+            ("user", "'POST /v1/load_lora_adapter' of api-key from 127.0.0.1: 403"),
             ("admin", "'POST /v1/load_lora_adapter' of admin-key from 127.0.0.1: 400"),
         ):
             caplog.clear()

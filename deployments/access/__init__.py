@@ -1,0 +1,1 @@
+"""Who may ask for what, and how much of it. Knows neither HTTP nor Ray."""
