@@ -261,12 +261,12 @@ class DeploymentConfig(_Settings):
     cluster: ClusterSettings = ClusterSettings()
     http: HttpOptions = HttpOptions()
     routing: RoutingSettings = RoutingSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
 
     @model_validator(mode="after")
     def _check(self) -> "DeploymentConfig":
         self.controller_settings(deployed_at=0.0)
         self.http.build()
-    telemetry: TelemetrySettings = TelemetrySettings()
         return self
 
     @property
