@@ -20,6 +20,7 @@ from deployments.openai.models import models_router
 from deployments.openai.operations import operations_router
 from deployments.openai.push import push_router
 from deployments.openai.request_scope import RequestScope
+from deployments.openai.responses.route import responses_router
 from deployments.openai.settings import HttpSettings
 from deployments.openai.tokenization import tokenization_router
 from deployments.telemetry.http_telemetry import HttpTelemetry
@@ -60,6 +61,7 @@ def create_http_app(
         models_router(api),
         completions_router(api),
         chat_router(api),
+        responses_router(api),
         tokenization_router(api),
         adapters_router(api),
     )

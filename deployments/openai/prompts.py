@@ -118,6 +118,9 @@ def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
             f"{where}.function_call is not supported, use tool_calls.",
             param=f"{where}.function_call",
         )
+    if role == "developer":
+        # OpenAI's newer word, which templates pass over in silence.
+        message = {**message, "role": "system"}
     if not message.get("tool_calls"):
         return {**message, "content": _content(message.get("content"), f"{where}.content")}
     calls = template_calls(message["tool_calls"], f"{where}.tool_calls")

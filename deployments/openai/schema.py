@@ -37,17 +37,15 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] | None = None
 
 
-class GenerationBody(Body, StructuredFields):
-    """What completions and chat completions have in common."""
+class SamplingFields(BaseModel):
+    """How tokens are chosen and where they end, on every route that generates."""
 
     model: str = ""
-    n: Int = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: Int = 0
     min_p: float = 0.0
     seed: int | None = None
-    max_tokens: Int | None = None
     min_tokens: Int = 0
     stop: Stops = Field(default_factory=list)
     stop_token_ids: list[TokenId] = Field(default_factory=list)
@@ -59,13 +57,20 @@ class GenerationBody(Body, StructuredFields):
     logit_bias: dict[str, float] = Field(default_factory=dict)
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    prompt_logprobs: Int | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    echo: bool = False
     user: str | None = None
     priority: Int = 0
     truncate_prompt_tokens: Int | None = None
+
+
+class GenerationBody(Body, SamplingFields, StructuredFields):
+    """What completions and chat completions have in common."""
+
+    n: Int = 1
+    max_tokens: Int | None = None
+    prompt_logprobs: Int | None = None
+    stream_options: StreamOptions | None = None
+    echo: bool = False
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 

@@ -56,10 +56,12 @@ class StructuredFields(BaseModel):
     guided_grammar: str | None = None
 
 
-def structured_output(body: StructuredFields) -> StructuredOutput | None:
-    """What the output must match, if anything."""
+def structured_output(
+    body: StructuredFields, *, format_field: str = "response_format"
+) -> StructuredOutput | None:
+    """What the output must match, if anything. ``format_field`` is what clients call the format."""
     found = [
-        *_from_response_format(body.response_format),
+        *_from_response_format(body.response_format, format_field),
         *_from_structured_outputs(body.structured_outputs),
         *_given("json_schema", body.guided_json, "guided_json"),
         *_given("regex", body.guided_regex, "guided_regex"),
@@ -74,16 +76,14 @@ def structured_output(body: StructuredFields) -> StructuredOutput | None:
     return found[0] if found else None
 
 
-def _from_response_format(wanted: ResponseFormat | None) -> list[StructuredOutput]:
+def _from_response_format(wanted: ResponseFormat | None, field: str) -> list[StructuredOutput]:
     if wanted is None or wanted.type == "text":
         return []
     if wanted.type == "json_object":
-        return _given("json_schema", JSON_OBJECT, "response_format")
+        return _given("json_schema", JSON_OBJECT, field)
     if wanted.json_schema is None or wanted.json_schema.schema_ is None:
-        raise ApiError(
-            "response_format.json_schema.schema is needed.", param="response_format.json_schema"
-        )
-    return _given("json_schema", wanted.json_schema.schema_, "response_format")
+        raise ApiError(f"{field}.json_schema.schema is needed.", param=f"{field}.json_schema")
+    return _given("json_schema", wanted.json_schema.schema_, field)
 
 
 def _from_structured_outputs(wanted: StructuredOutputs | None) -> list[StructuredOutput]:

@@ -35,10 +35,13 @@ class _Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
+FunctionIdentifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
 class Function(_Part):
     """What the model may call. ``parameters`` is a JSON schema."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    name: FunctionIdentifier
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

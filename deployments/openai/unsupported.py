@@ -64,6 +64,45 @@ REFUSED_CHAT: Refused = {
 }
 
 
+REFUSED_RESPONSES: Refused = {
+    **_REFUSED_EVERYWHERE,
+    "access_programs": _NEVER,
+    "add_generation_prompt": (True,),
+    "add_special_tokens": _OFF,
+    "background": _OFF,
+    "background_options": _NEVER,
+    "best_of": (1,),
+    "context_management": _NEVER,
+    "continue_final_message": _OFF,
+    "conversation": _NEVER,
+    "documents": _NEVER,
+    "echo": _OFF,
+    "enable_response_messages": _OFF,
+    "image": _NEVER,
+    "logprobs": _OFF,
+    "max_completion_tokens": _NEVER,
+    "max_tokens": _NEVER,
+    "max_tool_calls": _NEVER,
+    "media_io_kwargs": ({},),
+    "messages": _NEVER,
+    "moderation": _NEVER,
+    "n": (1,),
+    "previous_input_messages": _NEVER,
+    "previous_response_id": _NEVER,
+    "prompt": _NEVER,
+    "prompt_cache_options": _NEVER,
+    "prompt_logprobs": _NEVER,
+    "reasoning_effort": ("none",),
+    "response_format": _NEVER,
+    "return_token_ids": _OFF,
+    "return_tokens_as_token_ids": _OFF,
+    "service_tier": ("auto", "default"),
+    "store": _OFF,
+    "truncation": ("disabled",),
+    "verbosity": ("medium",),
+}
+
+
 def refuse_unsupported(data: Mapping[str, Any], refused: Refused) -> None:
     """Raise ApiError for the first field that asks for something that would not be done."""
     for name in sorted(data.keys() & refused.keys()):

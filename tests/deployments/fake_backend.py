@@ -85,6 +85,7 @@ class FakeBackend:
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     in_reasoning: bool | None = None
+    roles_must_alternate: bool = True
 
     def register(self, name: str, generation: int = 1) -> None:
         self.adapters[name] = AdapterVersion(
@@ -186,15 +187,28 @@ class FakeBackend:
         return current
 
     def _prompt_ids(self, request: GenerateRequest) -> tuple[int, ...]:
-        ids = _encode(request.prompt)
+        ids = self._encode(request.prompt)
         if request.truncate_prompt_tokens is not None:
             ids = ids[-request.truncate_prompt_tokens :]
         if len(ids) >= MAX_MODEL_LEN:
             raise PromptTooLongError(len(ids), MAX_MODEL_LEN)
         return ids
 
+    def _encode(self, prompt: PromptInput) -> tuple[int, ...]:
+        if prompt.token_ids is not None:
+            return prompt.token_ids
+        if prompt.text is not None:
+            return tuple(prompt.text.encode())
+        messages = prompt.messages or ()
+        turns = ["user", "assistant"] * len(messages)
+        if self.roles_must_alternate and any(
+            message["role"] != role for message, role in zip(messages, turns, strict=False)
+        ):
+            raise InvalidRequestError("Conversation roles must alternate", param="messages")
+        return tuple("".join(message["content"] for message in messages).encode())
+
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResult:
-        ids = _encode(request.prompt)
+        ids = self._encode(request.prompt)
         return TokenizeResult(
             token_ids=ids, token_strs=tuple(map(chr, ids)), max_model_len=MAX_MODEL_LEN
         )
@@ -336,17 +350,6 @@ class FakeBackend:
 
 def _bytes_of(token_id: int) -> bytes:
     return b"<eos>" if token_id == EOS else bytes([token_id])
-
-
-def _encode(prompt: PromptInput) -> tuple[int, ...]:
-    if prompt.token_ids is not None:
-        return prompt.token_ids
-    if prompt.text is not None:
-        return tuple(prompt.text.encode())
-    roles = [message["role"] for message in prompt.messages or ()]
-    if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"] * (len(roles) % 2):
-        raise InvalidRequestError("Conversation roles must alternate", param="messages")
-    return tuple("".join(message["content"] for message in prompt.messages or ()).encode())
 
 
 def _logprobs(token_ids: tuple[int, ...], k: int | None) -> tuple[PositionLogprobs, ...] | None:

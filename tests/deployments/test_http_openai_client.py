@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Iterator
 
 import openai
+import pydantic
 import pytest
 import pytest_asyncio
 
@@ -16,11 +17,24 @@ MESSAGES: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user",
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def served() -> Iterator[tuple[FakeBackend, str]]:
     backend = FakeBackend()
     backend.register("sql", generation=3)
     with serving(create_http_app(backend, HttpSettings(api_key=KEY))) as url:
-        yield f"{url}/v1"
+        yield backend, f"{url}/v1"
+
+
+@pytest.fixture
+def url(served: tuple[FakeBackend, str]) -> str:
+    return served[1]
+
+
+@pytest.fixture
+def backend(served: tuple[FakeBackend, str], monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
+    """What answers, as it is until the test ends."""
+    for name in ("reply", "tool_parser"):
+        monkeypatch.setattr(served[0], name, getattr(served[0], name))
+    return served[0]
 
 
 @pytest.fixture
@@ -115,3 +129,72 @@ def test_errors_become_the_clients_exceptions(client: openai.OpenAI, stream: boo
         client.with_options(api_key="wrong").completions.create(
             model="base", prompt="x", stream=stream
         )
+
+
+class City(pydantic.BaseModel):
+    name: str
+    people: int
+
+
+def test_response(client: openai.OpenAI) -> None:
+    response = client.responses.create(model="sql", input="Hi", max_output_tokens=30, store=False)
+    assert response.output_text == "Hello world"
+    assert (response.status, response.model) == ("completed", "sql")
+    assert response.usage is not None
+    assert response.usage.total_tokens == 14
+
+
+def test_response_stream(client: openai.OpenAI) -> None:
+    with client.responses.create(model="base", input="Hi", stream=True) as stream:
+        events = list(stream)
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == "Hello world"
+    assert events[-1].type == "response.completed"
+
+
+def test_response_stream_helper_accumulates(client: openai.OpenAI) -> None:
+    with client.responses.stream(model="base", input="Hi") as stream:
+        snapshots = [e.snapshot for e in stream if e.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert snapshots[-1] == final.output_text == "Hello world"
+
+
+async def test_response_asynchronously(async_client: openai.AsyncOpenAI) -> None:
+    async with async_client.responses.stream(model="base", input="Hi") as stream:
+        assert (await stream.get_final_response()).output_text == "Hello world"
+
+
+def test_structures_are_parsed(client: openai.OpenAI, backend: FakeBackend) -> None:
+    backend.reply = '{"name":"Rome","people":3}'
+    response = client.responses.parse(model="base", input="Hi", text_format=City)
+    assert response.output_parsed == City(name="Rome", people=3)
+    with client.responses.stream(model="base", input="Hi", text_format=City) as stream:
+        assert stream.get_final_response().output_parsed == response.output_parsed
+    chat = client.chat.completions.parse(model="base", messages=MESSAGES, response_format=City)
+    assert chat.choices[0].message.parsed == response.output_parsed
+
+
+def test_calls_are_parsed(client: openai.OpenAI, backend: FakeBackend) -> None:
+    backend.tool_parser = "hermes"
+    backend.reply = '[{"name":"City","parameters":{"name":"Rome","people":3}}]'
+    tool = openai.pydantic_function_tool(City)
+    chat = client.chat.completions.parse(
+        model="base", messages=MESSAGES, tools=[tool], tool_choice="required"
+    )
+    (call,) = chat.choices[0].message.tool_calls or ()
+    assert call.function.parsed_arguments == City(name="Rome", people=3)
+    with client.chat.completions.stream(
+        model="base", messages=MESSAGES, tools=[tool], tool_choice="required"
+    ) as stream:
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls or ()
+    assert call.function.parsed_arguments == City(name="Rome", people=3)
+
+
+def test_responses_refuse_and_fail_as_exceptions(
+    client: openai.OpenAI, backend: FakeBackend
+) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.responses.create(model="base", input="Hi", previous_response_id="resp_1")
+    assert bad.value.param == "previous_response_id"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve("resp_1")
