@@ -1,17 +1,29 @@
 """GET /v1/models: the base model and every adapter and alias that can be asked for."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
 from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
 
 from deployments.aliases import AdapterAlias
-from deployments.backend import AdapterState, AdapterStatus, BaseModelInfo
+from deployments.backend import AdapterQuery, AdapterState, AdapterStatus, BaseModelInfo
 from deployments.openai.adapters import find_adapter
 from deployments.openai.api import Api
-from deployments.openai.visit import visit_of
+from deployments.openai.visit import Visit, visit_of
 
 OWNER = "lorafleet"
+
+_MAX_LISTED = 10_000
+
+
+class ModelPage(BaseModel):
+    """Query parameters of the list: so many models after the one of this id."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    after: str = ""
+    limit: Annotated[int, Field(ge=1, le=_MAX_LISTED)] | None = None
 
 
 def models_router(api: Api) -> APIRouter:
@@ -20,17 +32,17 @@ def models_router(api: Api) -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models(request: Request) -> Response:
-        base = await api.base_model()
-        may_use = visit_of(request).may_use
-        cards = [_base_card(base)]
-        cards += [
-            _adapter_card(status, base)
-            for status in await api.backend.list_adapters()
-            if status.state is not AdapterState.PREPARING
-        ]
-        cards += [_alias_card(alias, base) for alias in await api.backend.list_aliases()]
-        allowed = [card for card in cards if may_use(card["id"])]
-        return _json({"object": "list", "data": allowed})
+        page = ModelPage.model_validate(dict(request.query_params))
+        found = await _cards(api, page, visit_of(request))
+        cards = found if page.limit is None else found[: page.limit]
+        document = {
+            "object": "list",
+            "data": cards,
+            "first_id": cards[0]["id"] if cards else None,
+            "last_id": cards[-1]["id"] if cards else None,
+            "has_more": len(cards) < len(found),
+        }
+        return _json(document)
 
     @router.get("/v1/models/{model_id:path}")
     async def get_model(request: Request, model_id: str) -> Response:
@@ -45,6 +57,37 @@ def models_router(api: Api) -> APIRouter:
         return _json(_adapter_card(await find_adapter(api, name), base))
 
     return router
+
+
+async def _cards(api: Api, page: ModelPage, visit: Visit) -> list[dict[str, Any]]:
+    """The page's cards and one more if there is one: the base model, then all others by name."""
+    base = await api.base_model()
+    after = "" if page.after == base.id else page.after
+    named = [_adapter_card(status, base) for status in await _adapters(api, page, after, visit)]
+    named += [
+        _alias_card(alias, base)
+        for alias in await api.backend.list_aliases()
+        if alias.name > after and visit.may_use(alias.name)
+    ]
+    named.sort(key=lambda card: str(card["id"]))
+    first = [_base_card(base)] if not page.after and visit.may_use(base.id) else []
+    return [*first, *named][: None if page.limit is None else page.limit + 1]
+
+
+async def _adapters(api: Api, page: ModelPage, after: str, visit: Visit) -> list[AdapterStatus]:
+    """Those that the caller may use, as many as the page and the look beyond it may need."""
+    found: list[AdapterStatus] = []
+    while True:
+        limit = None if page.limit is None else page.limit + 1
+        statuses = await api.backend.list_adapters(AdapterQuery(after=after, limit=limit))
+        found += [
+            status
+            for status in statuses
+            if status.state is not AdapterState.PREPARING and visit.may_use(status.version.name)
+        ]
+        if limit is None or len(found) >= limit or len(statuses) < limit:
+            return found
+        after = statuses[-1].version.name
 
 
 def _base_card(base: BaseModelInfo) -> dict[str, Any]:

@@ -101,6 +101,7 @@ async def test_models_that_a_key_is_not_for_are_forbidden_by_name_and_not_listed
 
     assert await listed("/v1/models", TEAM, "id") == ["base", "team/law", "team/sql"]
     assert await listed("/v1/models", BUSY, "id") == ["base", "other", "team/law", "team/sql"]
+    assert await listed("/v1/models?limit=1&after=base", TEAM, "id") == ["team/law"]
     assert await listed("/v1/adapters?limit=1", TEAM, "name") == ["team/law"]
     assert await listed("/v1/adapters?after=team/law", TEAM, "name") == ["team/sql"]
 

@@ -6,7 +6,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from deployments.backend import LoadAdapter
+from deployments.aliases import AliasTarget
+from deployments.backend import LoadAdapter, SetAlias
 from deployments.errors import AdapterRejectedError
 from deployments.openai.settings import HttpSettings
 from tests.deployments.fake_backend import FakeBackend
@@ -197,6 +198,38 @@ async def test_model_cards(client: Client, backend: FakeBackend) -> None:
     assert (await client.get("/v1/models/base")).json() == base
     assert (await client.get("/v1/models/team/sql")).json() == adapter
     assert (await client.get("/v1/models/base:team/sql")).json() == adapter
+
+
+async def test_pages_of_models_hold_each_of_them_once(client: Client, backend: FakeBackend) -> None:
+    for name in ("c", "a", "team/b"):
+        backend.register(name)
+    targets = (AliasTarget(adapter="a", weight=1),)
+    for name in ("b", "z"):
+        await backend.set_alias(SetAlias(name=name, targets=targets))
+    whole = (await client.get("/v1/models")).json()
+    ids = [card["id"] for card in whole["data"]]
+    assert ids == ["base", "a", "b", "c", "team/b", "z"]
+    assert (whole["first_id"], whole["last_id"], whole["has_more"]) == ("base", "z", False)
+    for limit in range(1, 8):
+        listed: list[Json] = []
+        page: Json = {"has_more": True}
+        while page["has_more"]:
+            query = {"limit": limit} | ({"after": page["last_id"]} if listed else {})
+            page = (await client.get("/v1/models", params=query)).json()
+            assert 1 <= len(page["data"]) <= limit
+            listed += page["data"]
+        assert listed == whole["data"]
+    past = (await client.get("/v1/models", params={"after": "zz"})).json()
+    assert past == {
+        "object": "list",
+        "data": [],
+        "first_id": None,
+        "last_id": None,
+        "has_more": False,
+    }
+    for limit in ("0", "x", "10001"):
+        response = await client.get("/v1/models", params={"limit": limit})
+        assert response.status_code == 400
 
 
 async def test_tokenize_and_detokenize(client: Client, backend: FakeBackend) -> None:

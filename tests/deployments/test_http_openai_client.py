@@ -52,11 +52,17 @@ async def async_client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["base", "sql"]
     assert client.models.retrieve("sql").owned_by == "lorafleet"
+    assert client.models.retrieve("base:sql").id == "sql"
+    page = client.models.list(extra_query={"limit": 1})
+    assert [model.id for model in page.data] == ["base"]
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("nope")
 
 
 def test_completion(client: openai.OpenAI) -> None:
     completion = client.completions.create(model="sql", prompt="x", logprobs=1, max_tokens=2)
     assert completion.model == "sql"
+    assert client.completions.create(model="base:sql", prompt="x").model == "base:sql"
     assert completion.choices[0].text == "He"
     assert completion.choices[0].finish_reason == "length"
     assert completion.choices[0].logprobs is not None
