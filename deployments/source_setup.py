@@ -52,6 +52,7 @@ def build_sources(
         fetchers={
             scheme: TimedFetcher(scheme, fetcher, observe) for scheme, fetcher in by_scheme.items()
         },
+        open_timeout_s=config.cluster.prepare_timeout_s,
     )
 
 

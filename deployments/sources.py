@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 _BY_NAME = "resolver:"
 # Between fetching and using, others may need the room.
 _MAX_FETCHES = 3
+_OPEN_TIMEOUT_S = 120.0
 
 
 class LocalFetcher:
@@ -66,8 +67,10 @@ class AdapterSources:
         resolver: Resolver | None = None,
         allowed_roots: Sequence[str] = (),
         fetchers: Mapping[str, SourceFetcher] | None = None,
+        open_timeout_s: float = _OPEN_TIMEOUT_S,
     ) -> None:
         self._base_model = base_model
+        self._open_timeout_s = open_timeout_s
         self._store = store
         self._resolver = resolver or ResolverChain(())
         self._fetchers: dict[str, SourceFetcher] = {"file": LocalFetcher(), **(fetchers or {})}
@@ -83,7 +86,13 @@ class AdapterSources:
     async def open(self, name: str, source: str) -> LoRARequest:
         """Take an operator's path or URI, if it lies under an allowed root."""
         uri = self._allowed_uri(source)
-        return await self.fetch(name, uri, digest=None)
+        try:
+            # Others wait for the name meanwhile, and a file system may hang for good.
+            async with asyncio.timeout(self._open_timeout_s):
+                return await self.fetch(name, uri, digest=None)
+        except TimeoutError as error:
+            late = f"{source} did not answer within {self._open_timeout_s:g} s"
+            raise ResolverUnavailableError(name, late) from error
 
     async def fetch(self, name: str, source_uri: str, *, digest: str | None) -> LoRARequest:
         """Bring a source to this node's store, with exactly the registered bytes if given."""

@@ -5,12 +5,14 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 
+from tests.consistency import routes
 from tests.consistency.adapter_makers import AdapterMaker, content_of
 from tests.consistency.history import Answer, Change, History, Kind, Outcome
 
@@ -20,6 +22,8 @@ _CHANGE_TIMEOUT_S = 30.0
 # Some clients do not wait for their changes, which go on without them.
 _IMPATIENT_S = 0.05
 _CHANCE_OF_IMPATIENCE = 0.05
+# Pushes among replaces, forced unloads among unloads.
+_CHANCE_OF_OTHER_ROUTE = 0.3
 # What a client does after a refusal that is not an answer.
 _BACK_OFF_S = 0.1
 _MAX_TOKENS = 6
@@ -44,10 +48,20 @@ class Recorder:
 
 
 class Clients:
-    """Generates under names and changes what they mean, until told to stop."""
+    """Generates under names and changes what they mean, until told to stop.
+
+    ``aliases`` are those names that are aliases: each move of one is to an adapter of its own.
+    """
 
     def __init__(
-        self, url: str, adapters: AdapterMaker, names: list[str], recorder: Recorder, seed: int
+        self,
+        url: str,
+        adapters: AdapterMaker,
+        names: list[str],
+        recorder: Recorder,
+        seed: int,
+        *,
+        aliases: Collection[str] = (),
     ) -> None:
         self._http = httpx.AsyncClient(
             base_url=url,
@@ -58,6 +72,8 @@ class Clients:
         self._names = names
         self._recorder = recorder
         self._chance = random.Random(seed)
+        self._aliases = frozenset(aliases)
+        self._targets: list[str] = []
         self._num_versions = 0
         self.is_over = asyncio.Event()
 
@@ -130,19 +146,21 @@ class Clients:
             self._recorder.fail(f"generate: {_failure(response)}")
             await asyncio.sleep(_BACK_OFF_S)
 
-    async def change(self, name: str, kind: Kind, *, is_impatient: bool = False) -> Change:
+    async def change(self, name: str, kind: Kind, *, is_impatient: bool = False) -> Change | None:
         """One change, recorded with how it was answered."""
-        content, body = None, {"lora_name": name}
-        if kind is not Kind.UNLOAD:
-            content, body = await self._new_version(name, kind)
-        path = "unload" if kind is Kind.UNLOAD else "load"
+        if name in self._aliases and kind is not Kind.UNLOAD:
+            return await self.move(name, is_impatient=is_impatient)
+        if name in self._aliases:
+            return await self._record(name, kind, None, routes.drop(name), is_impatient)
+        content, call = await self._call_for(name, kind)
+        return await self._record(name, kind, content, call, is_impatient)
+
+    async def _record(
+        self, name: str, kind: Kind, content: str | None, call: routes.Call, is_impatient: bool
+    ) -> Change:
         started = time.monotonic()
         try:
-            response = await self._http.post(
-                f"/v1/{path}_lora_adapter",
-                json=body,
-                timeout=_IMPATIENT_S if is_impatient else _CHANGE_TIMEOUT_S,
-            )
+            response = await self._send(call, _IMPATIENT_S if is_impatient else _CHANGE_TIMEOUT_S)
             outcome = _outcome(response, kind)
             if outcome is Outcome.UNKNOWN:
                 self._recorder.fail(f"{kind.value}: {_failure(response)}")
@@ -161,16 +179,55 @@ class Clients:
         self._recorder.history.changes.append(change)
         return change
 
-    async def _new_version(self, name: str, kind: Kind) -> tuple[str, dict[str, Any]]:
+    async def move(self, alias: str, *, is_impatient: bool = False) -> Change | None:
+        """Have an alias stand for a new adapter: one change; None if that cannot be loaded."""
+        index, path = await self._write_version()
+        target = f"target-{index}"
+        try:
+            loaded = await self._send(routes.load(target, path, in_place=True, pin=False))
+        except httpx.HTTPError:
+            return None
+        if loaded.status_code != 200:
+            return None
+        call = routes.point(alias, target)
+        change = await self._record(alias, Kind.REPLACE, content_of(index), call, is_impatient)
+        self._targets.append(target)
+        await self._unload_targets()
+        return change
+
+    async def _unload_targets(self) -> None:
+        """Unload what no alias stands for any more; the others are refused."""
+        waiting, self._targets = self._targets, []
+        for target in waiting:
+            try:
+                response = await self._send(routes.unload(target))
+            except httpx.HTTPError:
+                self._targets.append(target)
+            else:
+                if response.status_code not in (200, 404):
+                    self._targets.append(target)
+
+    async def _call_for(self, name: str, kind: Kind) -> tuple[str | None, routes.Call]:
+        """One of the routes that do this, and the content that it puts in service."""
+        is_rare = self._chance.random() < _CHANCE_OF_OTHER_ROUTE
+        if kind is Kind.UNLOAD:
+            return None, routes.force_out(name) if is_rare else routes.unload(name)
+        index, path = await self._write_version()
+        if kind is Kind.REPLACE and is_rare:
+            return content_of(index), routes.push(name, path)
+        is_pinned = self._chance.random() < 0.2
+        call = routes.load(name, path, in_place=kind is Kind.REPLACE, pin=is_pinned)
+        return content_of(index), call
+
+    async def _write_version(self) -> tuple[int, Path]:
         index = self._num_versions
         self._num_versions += 1
-        path = await asyncio.to_thread(self._adapters.write, index)
-        return content_of(index), {
-            "lora_name": name,
-            "lora_path": str(path),
-            "load_inplace": kind is Kind.REPLACE,
-            "pin": self._chance.random() < 0.2,
-        }
+        return index, await asyncio.to_thread(self._adapters.write, index)
+
+    async def _send(
+        self, call: routes.Call, timeout_s: float = _CHANGE_TIMEOUT_S
+    ) -> httpx.Response:
+        return await self._http.request(call.method, call.url, timeout=timeout_s, **call.content)
 
 
 class _BrokenOffError(Exception):
@@ -199,7 +256,8 @@ def _outcome(response: httpx.Response, kind: Kind) -> Outcome:
         return Outcome.DONE
     if response.status_code == 400 and "already been loaded" in error.get("message", ""):
         return Outcome.TAKEN
-    if response.status_code == 404 and error.get("param") == "lora_name" and kind is Kind.UNLOAD:
+    is_named = error.get("param") in ("lora_name", "model")
+    if response.status_code == 404 and is_named and kind is Kind.UNLOAD:
         return Outcome.MISSING
     if response.status_code == 400:
         return Outcome.REJECTED

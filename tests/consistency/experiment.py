@@ -14,20 +14,32 @@ from tests.consistency.history import Kind, Outcome
 from tests.consistency.nemesis import Deed, Nemesis
 from tests.consistency.served import Served
 
+_ALIAS = "alias-"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """How many clients and names, and how fast they change."""
 
     num_clients: int = 6
-    num_names: int = 6
+    num_names: int = 5
+    num_aliases: int = 2
     change_pause_s: float = 0.4
     generate_pause_s: float = 0.0
     gap_s: float = 1.0
 
     def names(self) -> list[str]:
         """The names in use."""
-        return [f"policy-{index}" for index in range(self.num_names)]
+        return [*(f"policy-{index}" for index in range(self.num_names)), *self.aliases()]
+
+    def aliases(self) -> list[str]:
+        """Those names that are aliases."""
+        return [f"{_ALIAS}{index}" for index in range(self.num_aliases)]
+
+
+def is_alias(name: str) -> bool:
+    """Whether a name of a ``Load`` is an alias."""
+    return name.startswith(_ALIAS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +62,8 @@ class Report:
             "requests_checked": len(history.answers),
             "of_these_not_found": sum(answer.content is None for answer in history.answers),
             "changes": dict(sorted(outcomes.items())),
+            "changes_of_aliases": sum(is_alias(c.name) for c in history.changes),
+            "nemesis": dict(sorted(Counter(deed.action for deed in self.deeds).items())),
             "change_s": {"median": waits[len(waits) // 2], "max": waits[-1]} if waits else {},
             "violations": [asdict(violation) for violation in self.violations],
             "no_answer": self.recorder.reasons(),
@@ -69,7 +83,7 @@ async def run_experiment(
 ) -> Report:
     """Run clients for so long, with something breaking all the time, and check the history."""
     recorder = Recorder()
-    clients = Clients(served.url, adapters, load.names(), recorder, seed)
+    clients = Clients(served.url, adapters, load.names(), recorder, seed, aliases=load.aliases())
     nemesis = Nemesis(served, seed)
     started = time.monotonic()
     tasks = [

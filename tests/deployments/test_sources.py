@@ -1,5 +1,6 @@
 """Sources give exactly the bytes that were registered, and nothing from outside."""
 
+import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -203,6 +204,19 @@ async def test_failing_fetch_is_not_a_missing_adapter(make: Callable[..., Adapte
     sources = make(fetchers={"bucket": Broken()})
     with pytest.raises(ResolverUnavailableError, match="down"):
         await sources.fetch("sql", "bucket://b/sql", digest=None)
+
+
+async def test_a_source_that_hangs_is_given_up(make: Callable[..., AdapterSources]) -> None:
+    class Hanging:
+        async def fetch(self, uri: str, lora_name: str, digest: str | None) -> LoRARequest:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    sources = make(
+        fetchers={"bucket": Hanging()}, allowed_roots=["bucket://b"], open_timeout_s=0.01
+    )
+    with pytest.raises(ResolverUnavailableError, match=r"did not answer within 0\.01 s"):
+        await sources.open("sql", "bucket://b/sql")
 
 
 async def test_unknown_name_is_none(make: Callable[..., AdapterSources], tmp_path: Path) -> None:
