@@ -30,7 +30,9 @@ class DesiredState:
         self._changes: deque[tuple[int, TableChange | AliasChange]] = deque(maxlen=_MAX_CHANGES)
         self._forced: deque[tuple[int, ForcedEnd]] = deque(maxlen=MAX_FORCED)
         for operation in stored.forced:
-            self.force(operation)
+            # An import may have brought back what was forced out.
+            if all(v.generation > operation.generation for v in self._versions_of(operation.name)):
+                self.force(operation)
 
     def apply(self, change: TableChange, table_version: int) -> None:
         """Take in a change that the journal holds already."""
@@ -70,6 +72,10 @@ class DesiredState:
             if any(split_adapter(target.adapter)[0] == name for target in alias.targets):
                 return alias.name
         return None
+
+    def _versions_of(self, name: str) -> tuple[AdapterVersion, ...]:
+        current = self.adapters.get(name)
+        return () if current is None else (current, *self.kept.get(name, ()))
 
     def kept_beside(self, version: AdapterVersion, limit: int) -> tuple[AdapterVersion, ...]:
         """The earlier versions to keep once this one is in service, latest first.

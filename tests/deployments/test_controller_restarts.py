@@ -116,6 +116,28 @@ async def test_a_replica_that_was_away_aborts_what_was_forced_out(cluster: Clust
     assert {end.name for end in lost.aborted} == {"sql"}
 
 
+def import_into(cluster: Cluster, document: dict[str, Any]) -> None:
+    cluster.kill_controller()
+    store = type(cluster.store)(cluster.root / "journal.sqlite3")
+    import_state(store.journal, json.dumps(document), replace=True)
+    store.journal.close()
+    cluster.start_controller()
+
+
+async def test_what_an_import_brings_back_is_not_forced_out_again(cluster: Cluster) -> None:
+    document = export_state(cluster.store.journal)
+    await cluster.clock.finish(cluster.unload("sql", force=True))
+    await settle()
+    for replica in cluster.replicas.values():
+        replica.aborted.clear()
+    import_into(cluster, document)
+    await cluster.clock.until(
+        lambda: all(replica.link.table.find("sql") for replica in cluster.replicas.values())
+    )
+    await settle()
+    assert all(replica.aborted == [] for replica in cluster.replicas.values())
+
+
 async def test_an_import_waits_for_replicas_that_still_serve_what_was_before(
     cluster: Cluster,
 ) -> None:
@@ -123,11 +145,7 @@ async def test_an_import_waits_for_replicas_that_still_serve_what_was_before(
     lost.network.is_up.clear()
     document = export_state(cluster.store.journal)
     del document["adapters"]["sql"], document["kept"]["sql"]
-    cluster.kill_controller()
-    store = type(cluster.store)(cluster.root / "journal.sqlite3")
-    import_state(store.journal, json.dumps(document), replace=True)
-    store.journal.close()
-    cluster.start_controller()
+    import_into(cluster, document)
     load = asyncio.ensure_future(cluster.load("other", cluster.write_adapter("other")))
     await cluster.clock.advance(1)
     assert lost.link.holds_lease
