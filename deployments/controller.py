@@ -7,7 +7,6 @@ Answers replicas and operators and says who may do what. How an operation procee
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 
 from adapters import AdapterVersion, validate_adapter_name
@@ -56,6 +55,9 @@ from deployments.two_phase import TwoPhase
 
 logger = logging.getLogger(__name__)
 
+# A member whose lease is shorter than the settings' hears from us after this much of it.
+_POLLED_SHARE = 1 / 3
+
 # First segments of names that would be taken for routes below /v1/adapters.
 _ROUTES = frozenset({"aliases", "operations"})
 
@@ -102,12 +104,8 @@ class Controller:
         return self._settings
 
     def configure(self, settings: ControllerSettings, sources: AdapterSources) -> None:
-        """Take over the settings of a newer deployment.
-
-        Leases keep their length: some that were granted still run.
-        """
-        old = self._settings
-        settings = replace(settings, lease_s=old.lease_s, poll_s=old.poll_s)
+        """Take over the settings of a newer deployment. Members keep the length of their leases."""
+        self._agreement.members.lease_s = settings.lease_s
         self._settings = self._operations.settings = self._aliases.settings = settings
         self._operations.sources = sources
 
@@ -128,7 +126,8 @@ class Controller:
         member = self._agreement.renew(request)
         is_wrong = self._is_wrong(request)
         if not is_wrong:
-            await self._agreement.wait_for_news(request, member, self._settings.poll_s)
+            poll_s = min(self._settings.poll_s, member.lease_s * _POLLED_SHARE)
+            await self._agreement.wait_for_news(request, member, poll_s)
         # The lease counts from here on at the latest, so whoever takes over waits for it.
         await self._store.confirm(received)
         update = self._desired.update_since(request.journal_id, request.table_version)

@@ -94,6 +94,19 @@ async def test_leases_that_were_granted_for_longer_than_now_are_waited_for(
     await unload
 
 
+async def test_members_of_before_and_after_new_settings_keep_their_leases(
+    cluster: Cluster,
+) -> None:
+    settings = replace(cluster.settings, lease_s=90.0, poll_s=30.0)
+    cluster.controller.configure(settings, cluster.sources())
+    await cluster.add_replica("r3")
+    left = {r.replica_id: r.lease_left_s for r in await cluster.controller.list_replicas()}
+    assert left["r1"] <= 10 < left["r3"] <= 90
+    for _ in range(40):
+        await cluster.clock.advance(1)
+        assert all(replica.link.holds_lease for replica in cluster.replicas.values())
+
+
 async def test_a_forced_unload_is_carried_out_by_the_next_controller(cluster: Cluster) -> None:
     cluster.store.die_after = "commit"
     with pytest.raises(Killed):
