@@ -54,7 +54,7 @@ def bind_replicas(
     """Bind the replicas, routed by adapter."""
     replicas = serve.deployment(LLMReplica).options(
         name=REPLICAS,
-        num_replicas=config.num_replicas,
+        **replica_count(config),
         ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
         max_ongoing_requests=config.max_ongoing_requests,
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
@@ -68,10 +68,18 @@ def bind_replicas(
     return replicas.bind(replica_config(config), make_engine)
 
 
+def replica_count(config: DeploymentConfig) -> dict[str, Any]:
+    """A number of replicas, or when to change it, in Serve's words."""
+    if config.autoscaling is None:
+        return {"num_replicas": config.num_replicas}
+    return {"autoscaling_config": config.autoscaling.build()}
+
+
 def replica_config(config: DeploymentConfig) -> str:
     """The part that replicas depend on: a change elsewhere must not restart them."""
     others: dict[str, Any] = {
         "num_replicas": 1,
+        "autoscaling": None,
         "http": HttpOptions(),
         "routing": RoutingSettings(),
     }

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from deployments.autoscaling import AutoscalingSettings
 from deployments.controller_settings import ControllerSettings
 from deployments.model_profile import ModelProfile
 from deployments.openai.settings import (
@@ -245,12 +246,14 @@ class DeploymentConfig(_Settings):
 
     ``model`` is a prepared model's name, a directory, or an id on the model hub; ``model_id`` is
     what clients call it. ``num_cpus`` and ``num_gpus`` are what Ray reserves for a replica.
-    ``profile`` says how the base model wants to be talked to.
+    ``profile`` says how the base model wants to be talked to. ``autoscaling`` goes instead of
+    ``num_replicas``.
     """
 
     model: str = "smollm2-135m-instruct"
     model_id: str = ""
     num_replicas: int = Field(default=1, ge=1)
+    autoscaling: AutoscalingSettings | None = None
     num_cpus: float = Field(default=0, ge=0)
     num_gpus: float = Field(default=0, ge=0)
     max_ongoing_requests: int = Field(default=1024, ge=1)
@@ -267,6 +270,8 @@ class DeploymentConfig(_Settings):
     def _check(self) -> "DeploymentConfig":
         self.controller_settings(deployed_at=0.0)
         self.http.build()
+        if self.autoscaling is not None and "num_replicas" in self.model_fields_set:
+            raise ValueError("num_replicas and autoscaling exclude each other")
         return self
 
     @property

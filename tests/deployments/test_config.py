@@ -6,7 +6,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from deployments.app import replica_config
+from deployments.app import replica_config, replica_count
 from deployments.config import ClusterSettings, DeploymentConfig, find_prepared, load_config
 from deployments.controller_actor import Deployed
 
@@ -23,6 +23,21 @@ def test_shipped_configurations_are_valid(path: str | Path) -> None:
     for application in shipped["applications"]:
         assert application["import_path"] == "deployments.app:build_app"
         load_config(application["args"], {})
+
+
+def test_replicas_are_counted_or_scaled() -> None:
+    scaling = {"max_replicas": 3}
+    config = load_config({"autoscaling": scaling}, {})
+    assert replica_count(config)["autoscaling_config"]["max_replicas"] == 3
+    assert replica_count(load_config({"num_replicas": 2}, {})) == {"num_replicas": 2}
+    # Another number of replicas restarts none of those that stay.
+    assert replica_config(config) == replica_config(load_config({}, {}))
+    for wrong in (
+        {"autoscaling": scaling, "num_replicas": 2},
+        {"autoscaling": {"min_replicas": 2, "max_replicas": 1}},
+    ):
+        with pytest.raises(ValidationError):
+            load_config(wrong, {})
 
 
 def test_demo_is_bound_to_loopback_with_runtime_updating() -> None:
