@@ -47,6 +47,8 @@ class VersionedEngine(FakeEngine):
         *,
         lora: LoRARequest | None = None,
         priority: int = 0,
+        tenant: str = "",
+        timeout_s: float | None = None,
     ) -> AsyncIterator[list[RequestOutput]]:
         if lora is not None and lora.digest not in self.loaded:
             raise AdapterNotLoadedError(lora.lora_name)
