@@ -23,7 +23,9 @@ REPLICAS = "LLMServer"
 INGRESS = "Ingress"
 
 _HEALTH_CHECK_PERIOD_S = 5
-_GRACEFUL_SHUTDOWN_S = 60
+_SHUTDOWN_SLACK_S = 5.0
+# Settings that Serve changes on a running replica.
+_SERVES_OWN = ("max_queued_requests", "graceful_shutdown_timeout_s")
 
 
 def build_app(args: dict[str, Any]) -> Application:
@@ -44,6 +46,9 @@ def bind_app(config: DeploymentConfig, make_engine: MakeEngine = make_async_engi
         num_replicas=config.http.num_replicas,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=config.http.max_ongoing_requests,
+        max_queued_requests=config.http.max_queued_requests,
+        # Longer than the replicas take, so that their answers still go through.
+        graceful_shutdown_timeout_s=config.graceful_shutdown_timeout_s + _SHUTDOWN_SLACK_S,
     )
     return ingress.bind(bind_replicas(config, make_engine))
 
@@ -58,7 +63,8 @@ def bind_replicas(
         ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
         max_ongoing_requests=config.max_ongoing_requests,
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
-        graceful_shutdown_timeout_s=_GRACEFUL_SHUTDOWN_S,
+        max_queued_requests=config.max_queued_requests,
+        graceful_shutdown_timeout_s=config.graceful_shutdown_timeout_s,
         request_router_config=RequestRouterConfig(
             request_router_class="deployments.routing:AdapterRouter",
             request_router_kwargs={"spill_over": config.routing.spill_over},
@@ -80,6 +86,7 @@ def replica_config(config: DeploymentConfig) -> str:
     others: dict[str, Any] = {
         "num_replicas": 1,
         "autoscaling": None,
+        **{name: DeploymentConfig.model_fields[name].default for name in _SERVES_OWN},
         "http": HttpOptions(),
         "routing": RoutingSettings(),
     }

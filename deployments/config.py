@@ -215,6 +215,7 @@ class HttpOptions(_Settings):
     trust_request_chat_template: bool = False
     num_replicas: int = Field(default=1, ge=1)
     max_ongoing_requests: int = Field(default=1024, ge=1)
+    max_queued_requests: int = Field(default=1024, ge=1)
 
     def build(self) -> HttpSettings:
         """The HTTP surface's own record."""
@@ -246,6 +247,9 @@ class DeploymentConfig(_Settings):
 
     ``model`` is a prepared model's name, a directory, or an id on the model hub; ``model_id`` is
     what clients call it. ``num_cpus`` and ``num_gpus`` are what Ray reserves for a replica.
+    While all replicas have ``max_ongoing_requests``, each ingress keeps up to
+    ``max_queued_requests`` and refuses more. A replica that ends goes on with the requests that it
+    has for ``graceful_shutdown_timeout_s``.
     ``profile`` says how the base model wants to be talked to. ``autoscaling`` goes instead of
     ``num_replicas``.
     """
@@ -257,6 +261,8 @@ class DeploymentConfig(_Settings):
     num_cpus: float = Field(default=0, ge=0)
     num_gpus: float = Field(default=0, ge=0)
     max_ongoing_requests: int = Field(default=1024, ge=1)
+    max_queued_requests: int = Field(default=1024, ge=1)
+    graceful_shutdown_timeout_s: float = Field(default=60, ge=0)
     coalesce_ms: float = Field(default=20, ge=0)
     profile: ModelProfile = ModelProfile()
     engine: EngineSettings = EngineSettings()

@@ -72,6 +72,10 @@ ERROR_TABLE: dict[type[Exception], ErrorStatus] = {
     engine_errors.CapacityError: _UNAVAILABLE,
     engine_errors.EngineDeadError: _UNAVAILABLE,
     engine_errors.QueueFullError: _OVERLOADED,
+    # The caller's own limit has run out: no failure of the server, and nothing to try again.
+    engine_errors.DeadlineExceededError: ErrorStatus(
+        408, "TimeoutError", "timeout", reason="timeout"
+    ),
     engine_errors.UnsupportedModelError: _INTERNAL,
 }
 

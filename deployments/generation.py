@@ -53,6 +53,7 @@ class GenerateRequest:
     to text prompts (a chat template writes its own). ``truncate_prompt_tokens`` keeps the last k
     prompt tokens. ``given`` names the sampling parameters that the client gave: the others may be
     set by what is known of the model. ``origin`` is the HTTP request in whose context it was made.
+    Tenants whose requests wait take turns. What takes longer than ``timeout_s`` is given up.
     """
 
     request_id: str
@@ -61,6 +62,8 @@ class GenerateRequest:
     adapter: str | None = None
     split_key: str = ""
     priority: int = 0
+    tenant: str = ""
+    timeout_s: float | None = None
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     given: frozenset[str] = frozenset()

@@ -76,6 +76,7 @@ class LLMServer:
         """Stream one request; see ``Backend.generate``."""
         async with AsyncExitStack() as stack:
             record = stack.enter_context(self._follow(request))
+            self._engine.check_room(request.params.n)
             admitted = await stack.enter_async_context(
                 self._admit(request.adapter, request.split_key)
             )
@@ -212,6 +213,8 @@ class LLMServer:
                 params,
                 lora=None if admitted is None else admitted.lora,
                 priority=request.priority,
+                tenant=request.tenant,
+                timeout_s=request.timeout_s,
             ),
             self._coalesce_s,
         )

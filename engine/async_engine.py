@@ -6,8 +6,10 @@ thread, between two steps.
 
 import asyncio
 import logging
+import math
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -24,6 +26,7 @@ from engine.errors import AdapterNotLoadedError, EngineDeadError
 from engine.grammar import Grammar
 from engine.lora.adapter import AdapterInfo
 from engine.outputs import RequestOutput
+from engine.request import Terms
 from engine.sampling_params import SamplingParams
 from engine.stats import EngineStats, LoRAResidency
 
@@ -149,6 +152,10 @@ class AsyncEngine:
         """Return the engine's figures of this moment."""
         return self._engine.stats()
 
+    def check_room(self, n: int) -> None:
+        """Raise QueueFullError unless so many sequences may wait, before work is done for them."""
+        self._engine.check_room(n)
+
     async def generate(
         self,
         request_id: str,
@@ -157,12 +164,17 @@ class AsyncEngine:
         *,
         lora: LoRARequest | None = None,
         priority: int = 0,
+        tenant: str = "",
+        timeout_s: float | None = None,
     ) -> AsyncIterator[list[RequestOutput]]:
         """Serve one request; yields what is new until an output says ``request_finished``.
 
         Raises InvalidRequestError or QueueFullError before the first item, EngineDeadError when
-        the engine stops. Failures of single sequences are in ``RequestOutput.error``.
+        the engine stops. Failures of single sequences are in ``RequestOutput.error``, among them
+        DeadlineExceededError when ``timeout_s`` is over. Waiting requests of different tenants,
+        and of one tenant for different adapters, take turns within a priority.
         """
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         stream = _Stream()
         add = partial(
             self._add,
@@ -171,7 +183,7 @@ class AsyncEngine:
             list(prompt_token_ids),
             params,
             lora=lora,
-            priority=priority,
+            terms=Terms(tenant=tenant, priority=priority, deadline_s=deadline_s),
             grammar=await self._grammar(params),
         )
         try:
@@ -238,11 +250,11 @@ class AsyncEngine:
         params: SamplingParams,
         *,
         lora: LoRARequest | None,
-        priority: int,
+        terms: Terms,
         grammar: Grammar | None,
     ) -> None:
         self._engine.add_request(
-            request_id, prompt, params, lora=lora, priority=priority, grammar=grammar
+            request_id, prompt, params, lora=lora, terms=terms, grammar=grammar
         )
         self._streams[request_id] = stream
 
@@ -264,7 +276,7 @@ class AsyncEngine:
         try:
             can_step = False
             while not self._stopping:
-                self._run_commands(wait=not can_step)
+                self._run_commands(until_s=0.0 if can_step else engine.next_deadline_s)
                 if engine.has_work:
                     self._deliver(engine.step())
                 # A stalled engine waits for adapters; the end of a load is a command.
@@ -275,15 +287,16 @@ class AsyncEngine:
         finally:
             self._die()
 
-    def _run_commands(self, *, wait: bool) -> None:
-        if wait:
-            self._commands.get()()
+    def _run_commands(self, *, until_s: float) -> None:
+        """Run the commands that are there; wait for one, but not beyond this time."""
+        timeout_s = min(until_s - time.monotonic(), threading.TIMEOUT_MAX)
         while True:
             try:
-                command = self._commands.get_nowait()
+                command = self._commands.get(timeout_s > 0, timeout_s)
             except queue.Empty:
                 return
             command()
+            timeout_s = 0.0
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         """Hand each request its outputs of this step, in one item."""
@@ -303,7 +316,7 @@ class AsyncEngine:
             self._death = EngineDeadError("the engine was stopped")
         error = EngineDeadError(f"the engine has ended: {self._death}")
         try:
-            self._run_commands(wait=False)
+            self._run_commands(until_s=0.0)
         except Exception:
             logger.exception("a command failed while the engine ended")
         for stream in self._streams.values():

@@ -16,13 +16,19 @@ from adapters import LoRARequest
 from engine.adapter_set import AdapterSet
 from engine.cache.block_table import KVCacheManager
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError, InvalidRequestError, PromptTooLongError, QueueFullError
+from engine.errors import (
+    DeadlineExceededError,
+    EngineDeadError,
+    InvalidRequestError,
+    PromptTooLongError,
+    QueueFullError,
+)
 from engine.grammar import Grammar, GrammarCompiler
 from engine.model_runner import ModelRunner
 from engine.models.paged_model import PagedModel
 from engine.output_processor import OutputProcessor
 from engine.outputs import FinishReason, RequestOutput, SchedulerOutput
-from engine.request import Request
+from engine.request import DEFAULT_TERMS, Request, Terms
 from engine.sampler import SamplingState
 from engine.sampling_params import SamplingParams
 from engine.scheduler import RequestKey, Scheduler
@@ -79,6 +85,11 @@ class Engine:
     def has_work(self) -> bool:
         return self._scheduler.has_work
 
+    @property
+    def next_deadline_s(self) -> float:
+        """When, in monotonic time, a step is needed to end a request that is late."""
+        return self._scheduler.next_deadline_s
+
     def validate(
         self, prompt_token_ids: list[int], params: SamplingParams, lora: LoRARequest | None
     ) -> None:
@@ -100,6 +111,12 @@ class Engine:
         if lora is not None and self.adapters is None:
             raise InvalidRequestError("this engine was started without LoRA", param="model")
 
+    def check_room(self, n: int) -> None:
+        """Raise QueueFullError unless so many sequences may wait. Any thread may call it."""
+        limit = self._config.scheduler.max_waiting
+        if self._scheduler.num_waiting + n > limit:
+            raise QueueFullError(f"the queue of {limit} waiting requests is full")
+
     def add_request(
         self,
         request_id: str,
@@ -107,7 +124,7 @@ class Engine:
         params: SamplingParams,
         *,
         lora: LoRARequest | None = None,
-        priority: int = 0,
+        terms: Terms = DEFAULT_TERMS,
         grammar: Grammar | None = None,
     ) -> None:
         """Queue a request: ``params.n`` sequences of one prompt.
@@ -118,9 +135,7 @@ class Engine:
         self.validate(prompt_token_ids, params, lora)
         if request_id in self._requests:
             raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
-        limit = self._config.scheduler.max_waiting
-        if self._scheduler.num_waiting + params.n > limit:
-            raise QueueFullError(f"the queue of {limit} waiting requests is full")
+        self.check_room(params.n)
         if grammar is None and params.structured is not None:
             grammar = self.grammars.compile(params.structured)
         now = time.monotonic()
@@ -131,8 +146,10 @@ class Engine:
                 prompt_token_ids=prompt_token_ids,
                 params=params,
                 lora=lora,
-                priority=priority,
+                tenant=terms.tenant,
+                priority=terms.priority,
                 arrival_s=now,
+                deadline_s=terms.deadline_s,
             )
             for index in range(params.n)
         ]
@@ -169,7 +186,7 @@ class Engine:
         return outputs
 
     def _step(self) -> list[RequestOutput]:
-        outputs = self._fail_broken_adapters()
+        outputs = self._fail_broken_adapters() + self._fail_late()
         scheduled = self._scheduler.schedule()
         self._totals["preemptions"] += len(scheduled.preempted)
         if self.adapters is not None:
@@ -256,6 +273,11 @@ class Engine:
             ]
             outputs += self._end(waiting, error, FinishReason.ERROR)
         return outputs
+
+    def _fail_late(self) -> list[RequestOutput]:
+        late = self._scheduler.take_late()
+        error = DeadlineExceededError("the request was not finished within its timeout")
+        return self._end(late, error, FinishReason.ERROR)
 
     def _requests_of(self, digest: str) -> list[Request]:
         return [

@@ -9,6 +9,7 @@ EngineError
 │   └── AdapterNotLoadedError  asked for by a digest that the engine does not know
 ├── CapacityError              no room: slots or host cache full of pinned adapters
 ├── QueueFullError             too many waiting requests
+├── DeadlineExceededError      the time that the caller gave the request is over
 ├── UnsupportedModelError      the base model cannot be served, said at start
 └── EngineDeadError            the engine has stopped; nothing more will come
 """
@@ -72,6 +73,10 @@ class CapacityError(EngineError):
 
 class QueueFullError(EngineError):
     """The waiting queue is full; try again later."""
+
+
+class DeadlineExceededError(EngineError):
+    """The request was not finished in the time that its caller gave it."""
 
 
 class UnsupportedModelError(EngineError):

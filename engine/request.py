@@ -4,6 +4,7 @@ A request for n sequences becomes n of these. Knows tokens; knows nothing of blo
 tensors. Owned by the engine's thread.
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -20,6 +21,18 @@ class RequestStatus(Enum):
     FINISHED = auto()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How a request is to be served: for whom, how urgently, and until when (monotonic time)."""
+
+    tenant: str = ""
+    priority: int = 0
+    deadline_s: float = math.inf
+
+
+DEFAULT_TERMS = Terms()
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """The state of one sequence.
@@ -27,7 +40,8 @@ class Request:
     ``num_computed_tokens`` tokens (prompt first, then output) have KV. Preemption sets it back.
     The adapter is applied from token ``adapter_start`` on; what comes before is the base model's.
     ``num_cached_tokens`` is how many prompt tokens the prefix cache served at first admission, at
-    ``scheduled_s``.
+    ``scheduled_s``. Waiting requests of different tenants take turns. Beyond ``deadline_s``, by the
+    scheduler's clock, nobody wants the rest.
     """
 
     request_id: str
@@ -35,8 +49,10 @@ class Request:
     params: SamplingParams
     index: int = 0
     lora: LoRARequest | None = None
+    tenant: str = ""
     priority: int = 0
     arrival_s: float = 0.0
+    deadline_s: float = math.inf
     scheduled_s: float | None = None
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)

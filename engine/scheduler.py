@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from adapters import LoRARequest
 from engine.cache.block_table import KVCacheManager
 from engine.config import SchedulerConfig
+from engine.deadlines import Deadlines
 from engine.errors import QueueFullError
 from engine.lora.slot_gate import SlotGate
 from engine.lora.slots import SlotManager
@@ -102,6 +103,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: list[QueueEntry] = []
         self._entries: dict[RequestKey, QueueEntry] = {}
+        self._deadlines = Deadlines()
 
     @property
     def has_work(self) -> bool:
@@ -116,6 +118,15 @@ class Scheduler:
         """Requests that are not running, those preempted included."""
         return len(self._waiting)
 
+    @property
+    def next_deadline_s(self) -> float:
+        """When the next request is due, by the scheduler's clock; infinity if none is."""
+        return self._deadlines.next_s()
+
+    def take_late(self) -> list[Request]:
+        """Return the requests whose deadline has passed, for the caller to finish."""
+        return self._deadlines.take_passed(self._clock())
+
     def add(self, request: Request) -> None:
         """Queue a new request.
 
@@ -129,6 +140,7 @@ class Scheduler:
         entry = QueueEntry(request.priority, 1, request.arrival_s, self._num_added, request)
         self._entries[request.key] = entry
         self._waiting.push(entry)
+        self._deadlines.add(request)
         request.status = RequestStatus.WAITING
 
     def abort(self, key: RequestKey) -> Request | None:
@@ -148,7 +160,8 @@ class Scheduler:
             remove_entry(self._running, entry)
             self._release(request)
         else:
-            self._leave_waiting(entry)
+            self._waiting.remove(entry)
+            self._left_waiting(entry)
             self._kv.free(request)
         del self._entries[request.key]
         request.status = RequestStatus.FINISHED
@@ -245,15 +258,20 @@ class Scheduler:
         if self._gate is not None:
             self._gate.begin(self._clock())
         walk = self._waiting.walk(near=self._resident() | {None})
+        refused: set[str | None] = set()
         while self._has_room(step) and (entry := walk.next()) is not None:
+            digest = entry.request.digest
+            if digest in refused:
+                continue
             if not self._adapter_admits(entry.request):
+                refused.add(digest)
                 if self._gate is not None and self._gate.is_exhausted:
                     walk.skip_far()
                 continue
             if not self._start(entry, step):
                 # Later, smaller requests must not keep taking the blocks this one waits for.
                 return
-            walk.revisit(entry.request.digest)
+            walk.revisit(entry)
 
     def _has_room(self, step: _Step) -> bool:
         return step.budget > 0 and len(self._running) < self._config.max_num_seqs
@@ -279,7 +297,8 @@ class Scheduler:
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = num_cached
             request.scheduled_s = self._clock()
-        self._leave_waiting(entry)
+        self._waiting.admit(entry)
+        self._left_waiting(entry)
         # Among running requests only priority and arrival count.
         entry = entry._replace(rank=0)
         self._entries[request.key] = entry
@@ -292,8 +311,7 @@ class Scheduler:
         self._place(request, request.num_tokens - num_cached, step)
         return True
 
-    def _leave_waiting(self, entry: QueueEntry) -> None:
-        self._waiting.remove(entry)
+    def _left_waiting(self, entry: QueueEntry) -> None:
         digest = entry.request.digest
         if self._gate is not None and digest is not None and digest not in self._waiting:
             self._gate.forget(digest)

@@ -75,6 +75,7 @@ class Api:
                 adapter=adapter,
                 split_key=body.user or request_id,
                 priority=body.priority,
+                timeout_s=body.timeout,
                 add_special_tokens=getattr(body, "add_special_tokens", True),
                 truncate_prompt_tokens=truncate,
                 given=_given(body),

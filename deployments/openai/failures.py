@@ -96,6 +96,9 @@ def describe_failure(error: BaseException, request_id: str) -> Failure:
         return _describe_http_exception(error)
     status = error_status(error)
     headers = dict(getattr(error, "headers", {}))
+    if status.status == HTTPStatus.REQUEST_TIMEOUT:
+        # OpenAI's clients would send it again by themselves.
+        headers["x-should-retry"] = "false"
     if status.retry_after_s is not None:
         headers["retry-after"] = str(status.retry_after_s)
     if isinstance(error, (ClusterError, EngineError, InvalidAdapterNameError)):

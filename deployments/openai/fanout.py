@@ -6,7 +6,7 @@ Knows the backend's streams and their errors. Knows nothing of bodies or respons
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from deployments.backend import Backend
@@ -60,6 +60,10 @@ class Fanout:
     def requests(self) -> Sequence[GenerateRequest]:
         """What was asked for, prompt by prompt."""
         return self._requests
+
+    def serve_for(self, tenant: str) -> None:
+        """Say whose requests these are, before they are started."""
+        self._requests = tuple(replace(request, tenant=tenant) for request in self._requests)
 
     @property
     def starts(self) -> list[GenerationStart]:

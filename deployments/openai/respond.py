@@ -1,7 +1,8 @@
 """Runs one generation request from its admission to its response, whole or streamed."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Protocol
 
 import orjson
@@ -12,6 +13,7 @@ from deployments.openai.disconnect import ClientGoneError, until_disconnect
 from deployments.openai.fanout import Fanout
 from deployments.openai.sse import EventStream
 from deployments.openai.visit import expected_tokens, visit_of
+from engine.errors import DeadlineExceededError
 
 REPLICA_HEADER = "x-lorafleet-replica"
 GENERATION_HEADER = "x-lorafleet-adapter-generation"
@@ -47,12 +49,15 @@ async def respond(
         ticket = await visit.admit(asked[0].adapter, expected_tokens(asked))
         stack.callback(ticket.close)
         fanout.meter = ticket.spend
+        fanout.serve_for(visit.holder.name)
         stack.push_async_callback(fanout.aclose)
 
         async def work() -> Writer | bytes:
-            await fanout.start()
-            writer = await make_writer(fanout)
-            return writer if stream else orjson.dumps(await writer.document())
+            # The engine keeps to the time as well; this is for whatever holds a request up before.
+            async with time_limit(asked[0].timeout_s):
+                await fanout.start()
+                writer = await make_writer(fanout)
+                return writer if stream else orjson.dumps(await writer.document())
 
         try:
             result = await until_disconnect(request.receive, work())
@@ -63,6 +68,20 @@ async def respond(
             return Response(result, headers=headers, media_type="application/json")
         # From here on the stream owns what was taken; nothing waits before it is sent.
         return EventStream(result.events(), stack.pop_all().aclose, headers=headers)
+
+
+@asynccontextmanager
+async def time_limit(timeout_s: float | None) -> AsyncIterator[None]:
+    """Raise DeadlineExceededError in what takes longer."""
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise DeadlineExceededError(
+            f"the request was not finished within its timeout of {timeout_s} s"
+        ) from None
 
 
 def _headers(starts: Sequence[GenerationStart]) -> dict[str, str]:

@@ -18,6 +18,7 @@ Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_TIMEOUT_S = 86_400
 
 
 def _one_or_many(value: object) -> object:
@@ -60,6 +61,7 @@ class SamplingFields(BaseModel):
     stream: bool = False
     user: str | None = None
     priority: Int = 0
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     truncate_prompt_tokens: Int | None = None
 
 

@@ -126,6 +126,10 @@ class FakeEngine:
     def stats(self) -> FakeStats:
         return FakeStats(num_running=len(self.running))
 
+    def check_room(self, n: int) -> None:
+        if len(self.running) >= self.max_running:
+            raise QueueFullError("full")
+
     async def abort(self, request_id: str) -> None:
         if request_id in self.running:  # Nobody remembers an id that is unknown.
             self.aborted.add(request_id)
@@ -138,6 +142,8 @@ class FakeEngine:
         *,
         lora: LoRARequest | None = None,
         priority: int = 0,
+        tenant: str = "",
+        timeout_s: float | None = None,
     ) -> AsyncIterator[list[RequestOutput]]:
         if len(self.running) >= self.max_running:
             raise QueueFullError("full")

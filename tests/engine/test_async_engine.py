@@ -1,6 +1,7 @@
 """The asyncio engine: streams, disconnects, adapters coming and going, an engine that ends."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,7 +10,13 @@ import pytest_asyncio
 
 from adapters import LoRARequest
 from engine import AsyncEngine, CacheConfig, EngineConfig, LoRAConfig, SamplingParams
-from engine.errors import EngineDeadError, InvalidRequestError, UnsupportedModelError
+from engine.errors import (
+    DeadlineExceededError,
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    UnsupportedModelError,
+)
 from engine.outputs import FinishReason
 
 PROMPT = [10, 20, 30, 40, 50]
@@ -98,6 +105,43 @@ async def test_abort_ends_the_stream_with_its_reason(engine: AsyncEngine) -> Non
     await engine.abort("unknown")
     outputs = [output async for items in stream for output in items]
     assert outputs[-1].finish_reason is FinishReason.ABORT
+
+
+async def test_what_is_not_finished_in_time_ends_waiting_or_running(engine: AsyncEngine) -> None:
+    async def ended_by(request_id: str, timeout_s: float) -> Exception | None:
+        stream = engine.generate(request_id, PROMPT, ENDLESS, timeout_s=timeout_s)
+        return [output async for items in stream for output in items][-1].error
+
+    errors = await asyncio.gather(*(ended_by(f"r{index}", 0.001) for index in range(100)))
+    assert all(isinstance(error, DeadlineExceededError) for error in errors)
+    assert await ended_by("free", 600.0) is None
+    await until_idle(engine)
+
+
+async def test_a_deadline_passes_while_every_request_waits_for_weights(
+    engine: AsyncEngine, adapter_paths: dict[str, Path]
+) -> None:
+    """Nothing runs then, so nothing but the deadline wakes the engine."""
+    lora = await load(engine, adapter_paths["mlp"], "mlp")
+    for name in ("attention", "rslora", "patterns", "one-layer"):
+        await load(engine, adapter_paths[name], name)
+    assert lora.digest not in {each.digest for each in engine.loras() if each.host}
+    is_over = threading.Event()
+    for _ in range(4):
+        engine._loaders.submit(is_over.wait)
+    try:
+        async with asyncio.timeout(60):
+            stream = engine.generate("r", PROMPT, ENDLESS, lora=lora, timeout_s=0.05)
+            (output,) = await anext(stream)
+        assert isinstance(output.error, DeadlineExceededError)
+    finally:
+        is_over.set()
+
+
+async def test_a_full_queue_is_told_before_any_work(engine: AsyncEngine) -> None:
+    engine.check_room(2048)
+    with pytest.raises(QueueFullError):
+        engine.check_room(2049)
 
 
 async def test_bad_request_is_raised_before_the_first_item(engine: AsyncEngine) -> None:

@@ -1,5 +1,6 @@
 """Which adapters' requests a step admits: readiness, slots, overtaking, turns."""
 
+import math
 from collections import Counter
 
 from adapters import LoRARequest
@@ -37,7 +38,15 @@ class Server:
         self.asked.append(request.digest)
         return request.digest not in self.not_ready
 
-    def add(self, digest: str | None, *, max_tokens: int = 16, priority: int = 0) -> Request:
+    def add(
+        self,
+        digest: str | None,
+        *,
+        max_tokens: int = 16,
+        priority: int = 0,
+        tenant: str = "",
+        deadline_s: float = math.inf,
+    ) -> Request:
         self.num_added += 1
         lora = None
         if digest is not None:
@@ -49,6 +58,8 @@ class Server:
             lora=lora,
             priority=priority,
             arrival_s=self.now,
+            tenant=tenant,
+            deadline_s=deadline_s,
         )
         self.scheduler.add(request)
         return request
@@ -224,3 +235,52 @@ def test_upcoming_adapters_are_named_in_order_of_need() -> None:
     server.add("c", priority=-1)
     names = [lora.lora_name for lora in server.scheduler.upcoming_adapters(limit=2)]
     assert names == ["c", "a"]
+
+
+def test_a_request_starts_next_but_one_behind_two_hundred_of_another_adapter() -> None:
+    server = Server(max_loras=2, max_num_seqs=1)
+    for _ in range(200):
+        server.add("flood", max_tokens=1)
+    server.step()
+    server.add("late", max_tokens=1)
+    digests = [server.step().scheduled[0].request.digest for _ in range(4)]
+    assert "late" in digests[:2]
+    assert digests.count("flood") == 3, "nor is the flood starved"
+
+
+def test_one_tenants_flood_delays_another_of_the_same_adapter_by_one_admission() -> None:
+    server = Server(max_num_seqs=1)
+    for _ in range(200):
+        server.add("x", max_tokens=1, tenant="flood")
+    server.step()
+    server.add("x", max_tokens=1, tenant="other")
+    tenants = [server.step().scheduled[0].request.tenant for _ in range(4)]
+    assert "other" in tenants[:2]
+    assert tenants.count("flood") == 3
+
+
+def test_a_single_adapters_batch_stays_full() -> None:
+    server = Server(max_num_seqs=8)
+    for _ in range(40):
+        server.add("x", max_tokens=2)
+    sizes = []
+    while server.scheduler.has_work:
+        sizes.append(sum(server.running().values()))
+    assert sizes == [8] * 10
+
+
+def test_requests_past_their_deadline_are_named_once_waiting_or_running() -> None:
+    server = Server(max_num_seqs=1)
+    running = server.add("x", deadline_s=5.0)
+    waiting = server.add("x", deadline_s=3.0)
+    done = server.add("y", deadline_s=1.0)
+    server.step()
+    server.scheduler.abort(done.key)
+    assert server.scheduler.next_deadline_s == 3.0
+    server.now = 4.0
+    assert server.scheduler.take_late() == [waiting]
+    server.scheduler.finish(waiting)
+    assert server.scheduler.take_late() == []
+    server.now = 5.0
+    assert server.scheduler.take_late() == [running]
+    assert server.scheduler.next_deadline_s == math.inf

@@ -1,5 +1,6 @@
 """Random traffic over a tiny pool, two slots and tiny budgets: what holds after every step."""
 
+import math
 from collections import Counter
 
 import hypothesis.strategies as st
@@ -69,6 +70,8 @@ class Traffic(RuleBasedStateMachine):
         adapter=st.sampled_from((None, *ADAPTERS)),
         priority=st.integers(0, 1),
         prompt_logprobs=st.booleans(),
+        tenant=st.sampled_from(("", "t")),
+        timeout_s=st.none() | st.integers(0, 6),
     )
     def add(
         self,
@@ -77,6 +80,8 @@ class Traffic(RuleBasedStateMachine):
         adapter: str | None,
         priority: int,
         prompt_logprobs: bool,
+        tenant: str,
+        timeout_s: int | None,
     ) -> None:
         self.num_added += 1
         lora = None
@@ -91,6 +96,8 @@ class Traffic(RuleBasedStateMachine):
             lora=lora,
             priority=priority,
             arrival_s=self.now,
+            tenant=tenant,
+            deadline_s=math.inf if timeout_s is None else self.now + timeout_s,
         )
         self.scheduler.add(request)
         self.live[request.key] = request
@@ -122,6 +129,10 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(token=st.integers(0, 1), data=st.data())
     def step(self, token: int, data: st.DataObject) -> None:
+        for late in self.scheduler.take_late():
+            assert late.deadline_s <= self.now
+            self.scheduler.finish(self.live.pop(late.key))
+        assert all(request.deadline_s > self.now for request in self.live.values())
         output = self.scheduler.schedule()
         self.check_output(output)
         if self.live and data.draw(st.integers(0, 5)) == 0:
