@@ -16,11 +16,11 @@ from adapters import LoRARequest, adapter_digest, find_adapter_files
 from engine.cache.block_table import KVCacheManager
 from engine.config import LoRAConfig
 from engine.errors import CapacityError, InvalidAdapterError
+from engine.executor import ModelExecutor
 from engine.lora.adapter import AdapterInfo, LoRAAdapter, load_adapter
 from engine.lora.host_cache import HostCache
 from engine.lora.prefetcher import AdapterPrefetcher
 from engine.lora.slots import SlotManager
-from engine.models.paged_model import PagedModel
 from engine.stats import LoRAResidency
 
 
@@ -31,7 +31,7 @@ class AdapterSet:
     """
 
     def __init__(
-        self, model: PagedModel, config: LoRAConfig, kv: KVCacheManager, executor: Executor
+        self, model: ModelExecutor, config: LoRAConfig, kv: KVCacheManager, executor: Executor
     ) -> None:
         self._model = model
         self._config = config

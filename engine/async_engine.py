@@ -272,6 +272,8 @@ class AsyncEngine:
             return
         if engine.adapters is not None:
             engine.adapters.prefetcher.on_loaded = lambda: self._commands.put(lambda: None)
+        # Also an idle engine must notice.
+        engine.on_death(lambda: self._commands.put(engine.check))
         self._started.set_result(engine)
         try:
             can_step = False
@@ -286,6 +288,7 @@ class AsyncEngine:
             self._death = error
         finally:
             self._die()
+            engine.close()
 
     def _run_commands(self, *, until_s: float) -> None:
         """Run the commands that are there; wait for one, but not beyond this time."""

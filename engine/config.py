@@ -70,6 +70,9 @@ class EngineConfig:
 
     ``lora`` None builds an engine without any LoRA code. ``seed`` fixes the random numbers of
     requests that bring no seed; without it they differ from run to run.
+
+    With ``tensor_parallel_size`` above 1 the model is split among so many devices of this machine,
+    each run by a process; ``num_threads`` and the cache's ``memory_bytes`` are then each one's.
     """
 
     model: Path
@@ -78,6 +81,13 @@ class EngineConfig:
     seed: int | None = None
     max_model_len: int | None = None
     num_threads: int | None = None
+    tensor_parallel_size: int = 1
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     lora: LoRAConfig | None = field(default_factory=LoRAConfig)
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size < 1:
+            raise ValueError(
+                f"tensor_parallel_size must be at least 1, got {self.tensor_parallel_size}"
+            )

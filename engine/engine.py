@@ -7,6 +7,7 @@ owns it) or of adapters' names: it tells adapters apart by digest.
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Executor
 
 import torch
@@ -23,11 +24,12 @@ from engine.errors import (
     PromptTooLongError,
     QueueFullError,
 )
+from engine.executor import LocalExecutor, ModelExecutor
 from engine.grammar import Grammar, GrammarCompiler
 from engine.model_runner import ModelRunner
-from engine.models.paged_model import PagedModel
 from engine.output_processor import OutputProcessor
 from engine.outputs import FinishReason, RequestOutput, SchedulerOutput
+from engine.parallel.executor import ParallelExecutor
 from engine.request import DEFAULT_TERMS, Request, Terms
 from engine.sampler import SamplingState
 from engine.sampling_params import SamplingParams
@@ -50,8 +52,15 @@ class Engine:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self._config = config
-        self._model = PagedModel(config)
-        spec = self._model.spec
+        self._executor = _open_executor(config)
+        try:
+            self._assemble(executor)
+        except BaseException:
+            self._executor.close()
+            raise
+
+    def _assemble(self, executor: Executor) -> None:
+        config, spec = self._config, self._executor.spec
         self.max_model_len = spec.max_model_len
         self.vocab_size = spec.vocab_size
         self.tokenizer = load_tokenizer(config.model)
@@ -60,7 +69,7 @@ class Engine:
         self._kv = self._allocate_kv()
         self.adapters = None
         if config.lora is not None:
-            self.adapters = AdapterSet(self._model, config.lora, self._kv, executor)
+            self.adapters = AdapterSet(self._executor, config.lora, self._kv, executor)
         self._scheduler = Scheduler(
             config.scheduler,
             self._kv,
@@ -70,7 +79,7 @@ class Engine:
             adapter_start=self._adapter_start,
         )
         block_size = config.cache.block_size
-        self._runner = ModelRunner(self._model, block_size, has_lora=config.lora is not None)
+        self._runner = ModelRunner(self._executor, block_size)
         self._outputs = OutputProcessor(
             self.tokenizer.backend_tokenizer, self.eos_token_ids, spec.max_model_len
         )
@@ -199,6 +208,18 @@ class Engine:
             outputs += self._run(scheduled)
         return outputs
 
+    def on_death(self, callback: Callable[[], None]) -> None:
+        """Call this, on any thread, when the engine has lost a device: `check` says which."""
+        self._executor.on_death(callback)
+
+    def check(self) -> None:
+        """Raise EngineDeadError when no step can be run any more."""
+        self._executor.check()
+
+    def close(self) -> None:
+        """End the processes of other devices, if there are any. Nothing can be run afterwards."""
+        self._executor.close()
+
     def stats(self) -> EngineStats:
         """Return the figures of this moment. Any thread may call it."""
         slots = None if self.adapters is None else self.adapters.slots
@@ -219,8 +240,8 @@ class Engine:
 
     def _allocate_kv(self) -> KVCacheManager:
         cache = self._config.cache
-        num_blocks = cache.num_blocks or self._model.num_blocks_that_fit()
-        self._model.allocate_cache(num_blocks)
+        num_blocks = cache.num_blocks or self._executor.num_blocks_that_fit()
+        self._executor.allocate_cache(num_blocks)
         return KVCacheManager(
             num_blocks=num_blocks,
             block_size=cache.block_size,
@@ -306,3 +327,9 @@ class Engine:
             del self._requests[request.request_id]
         if self.adapters is not None and request.lora is not None:
             self.adapters.leave(request.lora)
+
+
+def _open_executor(config: EngineConfig) -> ModelExecutor:
+    if config.tensor_parallel_size > 1:
+        return ParallelExecutor(config)
+    return LocalExecutor(config)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from adapters import LoRARequest
 from engine.config import EngineConfig
@@ -41,7 +41,8 @@ class LLM:
         llm = LLM("path/to/model")
         llm.generate(["SELECT"], SamplingParams(), lora=LoRARequest(lora_name=..., lora_path=...))
 
-    Keyword arguments go to EngineConfig.
+    Keyword arguments go to EngineConfig. ``close``, or the end of a ``with`` block, ends the
+    processes of a model that is split among devices; so does the end of the script.
     """
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
@@ -52,6 +53,17 @@ class LLM:
     @property
     def engine(self) -> Engine:
         return self._engine
+
+    def close(self) -> None:
+        """Give up what is held outside of this process. Nothing can be generated afterwards."""
+        self._engine.close()
+        self._loaders.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def generate(
         self,

@@ -231,6 +231,21 @@ def _copy_weights(
         if TensorRole.LORA_A in parts
     }
     shapes = {name: (*a.shape, b.shape[0]) for name, (a, b) in pairs.items()}
+    buffer, modules = allocate_modules(shapes, dtype)
+    for name, module in modules.items():
+        stored_a, stored_b = pairs[name]
+        module.lora_a.copy_(stored_a.load())
+        # In float32 before the cast, as PEFT scales in at least the weights' precision.
+        module.lora_b.copy_((stored_b.load().float() * plan[name].scaling).t())
+        check_finite(name, "lora_A", module.lora_a)
+        check_finite(name, "lora_B", module.lora_b)
+    return buffer, modules
+
+
+def allocate_modules(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> tuple[torch.Tensor, dict[str, LoRAModule]]:
+    """Return one buffer and in it the modules of these shapes: rank, in, out."""
     size = sum(
         _aligned(rank * in_features) + _aligned(rank * out_features)
         for rank, in_features, out_features in shapes.values()
@@ -243,12 +258,6 @@ def _copy_weights(
         offset += _aligned(lora_a.numel())
         lora_b = buffer[offset : offset + rank * out_features].view(rank, out_features)
         offset += _aligned(lora_b.numel())
-        stored_a, stored_b = pairs[name]
-        lora_a.copy_(stored_a.load())
-        # In float32 before the cast, as PEFT scales in at least the weights' precision.
-        lora_b.copy_((stored_b.load().float() * plan[name].scaling).t())
-        check_finite(name, "lora_A", lora_a)
-        check_finite(name, "lora_B", lora_b)
         modules[name] = LoRAModule(lora_a, lora_b)
     return buffer, modules
 

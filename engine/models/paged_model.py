@@ -30,6 +30,8 @@ from engine.models.llama import LlamaBody, is_llama_shaped
 from engine.models.loader import load_model, resolve_device
 from engine.models.registry import max_model_len, model_class, read_config
 from engine.models.spec import ModelSpec
+from engine.parallel.group import TensorParallelGroup
+from engine.parallel.sharding import ShardedModel, ShardPlan, shard_model
 from kernels.metadata import AttentionBatch, LoRABatch
 
 
@@ -52,25 +54,39 @@ class PagedModel:
 
     Raises UnsupportedModelError when the model cannot be served exactly. One thread at a time may
     call it. ``fuse`` False runs transformers' own forward code where a faster equivalent is known.
+    With a ``group`` it is one rank's part: all ranks are built and called alike, ``spec`` has the
+    rank's own key heads, ``targets`` the whole model, and adapters are given in parts.
     """
 
     spec: ModelSpec
     targets: ModelTargets
 
-    def __init__(self, config: EngineConfig, *, fuse: bool = True) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        fuse: bool = True,
+        group: TensorParallelGroup | None = None,
+    ) -> None:
         hf_config = read_config(config.model)
         cls = model_class(hf_config)
         length = max_model_len(hf_config, config.max_model_len)
-        device = resolve_device(config.device)
+        device = resolve_device(config.device) if group is None else group.device
         model = load_model(
             cls,
             hf_config,
             config.model,
             dtype=config.dtype,
-            device=device,
+            # A split model is split before any of it goes to a device.
+            device=device if group is None else torch.device("cpu"),
             attention=ATTENTION_NAME,
         )
-        self.targets = find_targets(model, config.model.name)
+        self.targets = placed_targets = find_targets(model, config.model.name)
+        self._sharded: ShardedModel | None = None
+        if group is not None:
+            self._sharded = shard_model(model, group)
+            placed_targets = self._sharded.plan.part_of(self.targets, group.tp_rank, group.tp_size)
+            model.to(device)
         inject_kernels(model)
         self._model = model
         self._body: _Body = (
@@ -84,12 +100,12 @@ class PagedModel:
         if config.lora is not None:
             self._lora = attach_lora(
                 model,
-                self.targets,
+                placed_targets,
                 config.lora,
                 self._context,
                 ModelPlace(model.dtype, device, self._body.head_modules),
             )
-        if isinstance(self._body, LlamaBody):
+        if isinstance(self._body, LlamaBody) and group is None:
             self._body.fuse_layers(self._context)
         check_isolation(self.forward, self.allocate_cache, config.cache.block_size, self.spec)
         self._release_cache()
@@ -118,11 +134,19 @@ class PagedModel:
         """The largest rank in each slot, 0 for an empty one: what ``build_lora_batch`` asks for."""
         return self._lora_slots().weights.slot_ranks
 
+    @property
+    def shard_plan(self) -> ShardPlan | None:
+        """How the model is split among ranks, None when it is not."""
+        return None if self._sharded is None else self._sharded.plan
+
     def base_weight(self, name: str, parameter: str = "weight") -> torch.Tensor | None:
         """Return the weight or bias of the base model's module at this path, None without one.
 
-        For telling whether an adapter's copy of a base weight is only that, and for DoRA.
+        For telling whether an adapter's copy of a base weight is only that, and for DoRA. It is
+        whole also where the model is split, and then known to the first rank alone.
         """
+        if self._sharded is not None and name in self._sharded.plan.splits:
+            return self._sharded.whole[name].get(parameter)
         try:
             weight = getattr(self._model.get_submodule(name), parameter, None)
         except AttributeError:

@@ -1,0 +1,129 @@
+"""Runs steps on one device: arrays in, logits out.
+
+Knows how a step's arrays become tensors. Knows nothing of requests, scheduling or other devices.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from engine.config import EngineConfig
+from engine.lora.adapter import LoRAAdapter
+from engine.lora.batch import build_lora_batch
+from engine.lora.targets import ModelTargets
+from engine.models.paged_model import PagedModel
+from engine.models.spec import ModelSpec
+from engine.parallel.group import TensorParallelGroup
+from engine.parallel.sharding import ShardPlan
+from engine.step_batch import LoRARuns, StepBatch
+from kernels.metadata import AttentionBatch, LoRABatch
+
+
+class ModelExecutor(Protocol):
+    """A model on one device or several. Used by one thread, but for ``base_weight``."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def targets(self) -> ModelTargets: ...
+
+    def base_weight(self, name: str, parameter: str = "weight") -> torch.Tensor | None:
+        """Return a whole weight or bias of the base model, None without one."""
+
+    def num_blocks_that_fit(self) -> int:
+        """Return how many KV blocks the cache settings allow."""
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache of every layer."""
+
+    def write_slot(self, slot: int, adapter: LoRAAdapter) -> None:
+        """Make `slot` mean `adapter`; no running step may use the slot."""
+
+    def clear_slot(self, slot: int) -> None:
+        """Make `slot` mean no adapter."""
+
+    def execute(self, step: StepBatch) -> torch.Tensor:
+        """Run one step and return the logits [R, vocab] float32 of the chosen tokens."""
+
+    def on_death(self, callback: Callable[[], None]) -> None:
+        """Call this, on any thread, when a step can no longer be run."""
+
+    def check(self) -> None:
+        """Raise EngineDeadError when no step can be run any more."""
+
+    def close(self) -> None:
+        """Give up what is held outside of this process."""
+
+
+class LocalExecutor:
+    """A model, or one rank's part of it, on one device."""
+
+    def __init__(self, config: EngineConfig, *, group: TensorParallelGroup | None = None) -> None:
+        self._model = PagedModel(config, group=group)
+        self._device = self._model.spec.device
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._model.spec
+
+    @property
+    def targets(self) -> ModelTargets:
+        return self._model.targets
+
+    @property
+    def shard_plan(self) -> ShardPlan | None:
+        """How the model is split among ranks, None when it is not."""
+        return self._model.shard_plan
+
+    def base_weight(self, name: str, parameter: str = "weight") -> torch.Tensor | None:
+        return self._model.base_weight(name, parameter)
+
+    def num_blocks_that_fit(self) -> int:
+        return self._model.num_blocks_that_fit()
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        self._model.allocate_cache(num_blocks)
+
+    def write_slot(self, slot: int, adapter: LoRAAdapter) -> None:
+        self._model.write_slot(slot, adapter)
+
+    def clear_slot(self, slot: int) -> None:
+        self._model.clear_slot(slot)
+
+    def execute(self, step: StepBatch) -> torch.Tensor:
+        upload = self._to_device
+        attention = AttentionBatch(
+            query_starts=upload(step.query_starts),
+            context_lens=upload(step.context_lens),
+            block_tables=upload(step.block_tables),
+            slot_mapping=upload(step.slot_mapping),
+            num_decodes=step.num_decodes,
+            max_query_len=step.max_query_len,
+            max_context_len=step.max_context_len,
+        )
+        return self._model.forward(
+            upload(step.token_ids),
+            upload(step.positions),
+            attention=attention,
+            lora=self._lora(step.lora_runs),
+            logits_rows=upload(step.logits_rows),
+            logits_lora=self._lora(step.logits_lora_runs),
+        )
+
+    def on_death(self, callback: Callable[[], None]) -> None:
+        """It ends with this process."""
+
+    def check(self) -> None:
+        """It can run as long as this process."""
+
+    def close(self) -> None:
+        """Nothing is held outside of this process."""
+
+    def _lora(self, runs: LoRARuns) -> LoRABatch | None:
+        return build_lora_batch(runs, self._model.slot_ranks, self._device) if runs else None
+
+    def _to_device(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device, non_blocking=True)
