@@ -48,12 +48,12 @@ class AdapterFiles:
 def find_adapter_files(root: Path) -> AdapterFiles:
     """List the files of an adapter directory.
 
-    Raises FileNotFoundError naming what is missing, PermissionError for a file that is a link
-    leading out of ``root``.
+    Raises FileNotFoundError naming what is missing, PermissionError for what is not a regular file
+    inside of ``root``: a pipe, a directory, a link that leads out of it or nowhere.
     """
     config = _contained(root, Path(CONFIG_FILE))
     weights = _weight_files(root)
-    extra = tuple(Path(name) for name in OPTIONAL_FILES if (root / name).is_file())
+    extra = tuple(Path(name) for name in OPTIONAL_FILES if os.path.lexists(root / name))
     for path in (*weights, *extra):
         _contained(root, path)
     return AdapterFiles(root=root, config=config, weights=weights, extra=extra)
@@ -104,7 +104,7 @@ def adapter_digest(files: AdapterFiles) -> str:
 
 
 def _weight_files(root: Path) -> tuple[Path, ...]:
-    names = weight_file_names([path.name for path in root.glob("adapter_model*") if path.is_file()])
+    names = weight_file_names([path.name for path in root.glob("adapter_model*")])
     if not names:
         raise FileNotFoundError(f"no {WEIGHTS_FILE} in {root}")
     return tuple(map(Path, names))
@@ -116,8 +116,13 @@ def _is_shard(name: str) -> bool:
 
 def _contained(root: Path, path: Path) -> Path:
     full = root / path
-    if not full.is_file():
-        raise FileNotFoundError(f"no {path} in {root}")
-    if not full.resolve().is_relative_to(root.resolve()):
+    try:
+        full.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"no {path} in {root}") from None
+    # Unlike Path.resolve, it does not mind links in a circle.
+    if not Path(os.path.realpath(full)).is_relative_to(os.path.realpath(root)):
         raise PermissionError(f"{path} in {root} is a link that leaves the directory")
+    if not full.is_file():
+        raise PermissionError(f"{path} in {root} is not a regular file")
     return path

@@ -54,6 +54,7 @@ class EngineSettings(_Settings):
     max_cpu_loras: int = 64
     max_lora_rank: int = 64
     allow_pickle: bool = False
+    base_model_names: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _check(self) -> "EngineSettings":
@@ -86,6 +87,7 @@ class EngineSettings(_Settings):
                 max_cpu_loras=self.max_cpu_loras,
                 max_lora_rank=self.max_lora_rank,
                 allow_pickle=self.allow_pickle,
+                base_model_names=self.base_model_names,
             ),
         )
 

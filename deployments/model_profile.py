@@ -4,6 +4,7 @@ The same fields describe the base model in the settings and an adapter in ``adap
 its weights; what an adapter says goes before what the base model's settings say.
 """
 
+import json
 import re
 from collections.abc import Collection
 from dataclasses import replace
@@ -22,8 +23,11 @@ from engine.sampling_params import SamplingParams
 
 PROFILE_FILE = "adapter.yaml"
 TEMPLATE_FILE = "chat_template.jinja"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 _MAX_FILE_BYTES = 1 << 20
+# It lists every special token, which makes a megabyte for some models.
+_MAX_TOKENIZER_CONFIG_BYTES = 16 << 20
 _MAX_STOPS = 64
 
 # transformers' own tag, around what the assistant said.
@@ -85,7 +89,7 @@ class ModelProfile(BaseModel):
             try:
                 environment = ImmutableSandboxedEnvironment(extensions=[loopcontrols])
                 environment.parse(_GENERATION_TAG.sub("", template))
-            except TemplateError as error:
+            except (TemplateError, RecursionError) as error:
                 raise ValueError(f"no Jinja template: {error}") from None
         return template
 
@@ -141,6 +145,8 @@ def read_profile(directory: Path) -> ModelProfile:
                 f"the adapter has a chat template both in {PROFILE_FILE} and in {TEMPLATE_FILE}"
             )
         fields["chat_template"] = _read_text(template)
+    elif "chat_template" not in fields:
+        fields["chat_template"] = _tokenizer_template(directory / TOKENIZER_CONFIG_FILE)
     try:
         return ModelProfile.model_validate(fields)
     except ValidationError as error:
@@ -149,12 +155,28 @@ def read_profile(directory: Path) -> ModelProfile:
         raise InvalidAdapterError(f"{PROFILE_FILE}: {where}: {first['msg']}") from None
 
 
+def _tokenizer_template(path: Path) -> object:
+    """The template in a tokenizer's configuration, where transformers kept it before."""
+    if not path.is_file():
+        return None
+    try:
+        fields = json.loads(_read_text(path, _MAX_TOKENIZER_CONFIG_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise InvalidAdapterError(f"{path.name} is not valid JSON: {error}") from None
+    template = fields.get("chat_template") if isinstance(fields, dict) else None
+    if not isinstance(template, list):
+        return template
+    several = [item for item in template if isinstance(item, dict)]
+    return next((item.get("template") for item in several if item.get("name") == "default"), None)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
         document = yaml.safe_load(_read_text(path))
-    except yaml.YAMLError as error:
+    # Beside its own errors, what Python says of nesting and of numbers without end.
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise InvalidAdapterError(f"{path.name} is not valid YAML: {error}") from None
     if document is None:
         return {}
@@ -163,9 +185,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return document
 
 
-def _read_text(path: Path) -> str:
-    if path.stat().st_size > _MAX_FILE_BYTES:
-        raise InvalidAdapterError(f"{path.name} is larger than {_MAX_FILE_BYTES} bytes")
+def _read_text(path: Path, max_bytes: int = _MAX_FILE_BYTES) -> str:
+    if path.stat().st_size > max_bytes:
+        raise InvalidAdapterError(f"{path.name} is larger than {max_bytes} bytes")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:

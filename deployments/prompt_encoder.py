@@ -19,6 +19,17 @@ from engine.errors import InvalidRequestError
 
 T = TypeVar("T")
 
+# Templates are programs, so they fail as programs do: a division by zero, a range without end.
+_TEMPLATE_FAILURES = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
 
 class PromptEncoder:
     """Applies chat templates, tokenises and detokenises."""
@@ -105,7 +116,7 @@ class PromptEncoder:
                 continue_final_message=prompt.continue_final_message,
                 **prompt.chat_template_kwargs,
             )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
+        except _TEMPLATE_FAILURES as error:
             raise InvalidRequestError(
                 f"The chat template refused the messages: {error}", param="messages"
             ) from error

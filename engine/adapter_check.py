@@ -14,9 +14,11 @@ from transformers import PretrainedConfig
 from adapters import LoRARequest
 from engine.config import DType, LoRAConfig
 from engine.lora.adapter import AdapterInfo, load_adapter
+from engine.lora.adapter_tokenizer import BaseTokenizer
 from engine.lora.targets import ModelTargets
 from engine.models.injection import find_targets
 from engine.models.registry import model_class, read_config
+from engine.tokenizer import load_tokenizer
 
 
 def check_adapter(
@@ -30,7 +32,12 @@ def check_adapter(
     served_dtype = _torch_dtype(config, dtype)
     weights = _BaseWeights(model, config, served_dtype)
     adapter = load_adapter(
-        request, _targets(model, config), limits, served_dtype, base_weight=weights.read
+        request,
+        _targets(model, config),
+        limits,
+        served_dtype,
+        base_weight=weights.read,
+        tokenizer=BaseTokenizer(load_tokenizer(model).backend_tokenizer, model),
     )
     return adapter.info
 

@@ -18,6 +18,7 @@ from engine.config import LoRAConfig
 from engine.errors import CapacityError, InvalidAdapterError
 from engine.executor import ModelExecutor
 from engine.lora.adapter import AdapterInfo, LoRAAdapter, load_adapter
+from engine.lora.adapter_tokenizer import BaseTokenizer
 from engine.lora.host_cache import HostCache
 from engine.lora.prefetcher import AdapterPrefetcher
 from engine.lora.slots import SlotManager
@@ -31,11 +32,17 @@ class AdapterSet:
     """
 
     def __init__(
-        self, model: ModelExecutor, config: LoRAConfig, kv: KVCacheManager, executor: Executor
+        self,
+        model: ModelExecutor,
+        config: LoRAConfig,
+        kv: KVCacheManager,
+        executor: Executor,
+        tokenizer: BaseTokenizer,
     ) -> None:
         self._model = model
         self._config = config
         self._kv = kv
+        self._tokenizer = tokenizer
         self._cache = HostCache(config.max_cpu_loras)
         self.slots = SlotManager(config.max_loras)
         self.prefetcher = AdapterPrefetcher(
@@ -152,6 +159,7 @@ class AdapterSet:
             self._config,
             self._model.spec.dtype,
             base_weight=self._model.base_weight,
+            tokenizer=self._tokenizer,
         )
         if adapter.invocation:
             self._invocations[adapter.digest] = adapter.invocation

@@ -50,12 +50,17 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAConfig:
-    """How many adapters fit where, and how large one may be."""
+    """How many adapters fit where, and which are accepted.
+
+    ``base_model_names`` are what adapters may call the base model that they were trained on; when
+    empty, whatever they call it, their tensors' names and shapes decide.
+    """
 
     max_loras: int = 8
     max_cpu_loras: int = 64
     max_lora_rank: int = 64
     allow_pickle: bool = False
+    base_model_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.max_loras <= self.max_cpu_loras:

@@ -26,6 +26,7 @@ from engine.errors import (
 )
 from engine.executor import LocalExecutor, ModelExecutor
 from engine.grammar import Grammar, GrammarCompiler
+from engine.lora.adapter_tokenizer import BaseTokenizer
 from engine.model_runner import ModelRunner
 from engine.output_processor import OutputProcessor
 from engine.outputs import FinishReason, RequestOutput, SchedulerOutput
@@ -69,7 +70,8 @@ class Engine:
         self._kv = self._allocate_kv()
         self.adapters = None
         if config.lora is not None:
-            self.adapters = AdapterSet(self._executor, config.lora, self._kv, executor)
+            tokenizer = BaseTokenizer(self.tokenizer.backend_tokenizer, config.model)
+            self.adapters = AdapterSet(self._executor, config.lora, self._kv, executor, tokenizer)
         self._scheduler = Scheduler(
             config.scheduler,
             self._kv,

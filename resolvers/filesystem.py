@@ -1,12 +1,17 @@
 """Adapters as directories under given roots, found by their name."""
 
 import asyncio
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from adapters import CONFIG_FILE, LoRARequest, find_adapter_files, validate_adapter_name
-from resolvers.base import AdapterSourceInvalidError, SourceUnavailableError
+from resolvers.base import (
+    AdapterSourceInvalidError,
+    SourceForbiddenError,
+    SourceUnavailableError,
+)
 
 # Attempts to see a directory at rest.
 _MAX_LOOKS = 10
@@ -36,11 +41,11 @@ class FilesystemResolver:
 
     def _find(self, lora_name: str) -> Path | None:
         for root in self._roots:
-            path = (root / lora_name).resolve()
-            if not (path / CONFIG_FILE).is_file():
+            path = Path(os.path.realpath(root / lora_name))
+            if not _exists(path / CONFIG_FILE):
                 continue
             # A link may lead anywhere; only what lies under the root is the root's to give.
-            if not path.is_relative_to(root.resolve()):
+            if not path.is_relative_to(os.path.realpath(root)):
                 raise AdapterSourceInvalidError(f"{lora_name!r} is a link that leaves its root")
             return path
         return None
@@ -62,6 +67,18 @@ class FilesystemResolver:
     def _is_recent(self, state: _State) -> bool:
         newest_s = max(modified_ns for _, _, modified_ns, _ in state) / 1e9
         return abs(time.time() - newest_s) < self._settle_s
+
+
+def _exists(path: Path) -> bool:
+    """Whether anything is there, of whatever kind."""
+    try:
+        path.lstat()
+    except PermissionError as error:
+        where = path.parent.name
+        raise SourceForbiddenError(f"{where} cannot be read: {error.strerror}") from error
+    except OSError:
+        return False
+    return True
 
 
 def _state(path: Path) -> _State:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from adapters import CONFIG_FILE, LoRARequest, find_adapter_files, read_adapter
+from deployments.model_profile import read_profile
 from engine.adapter_check import check_adapter
 from engine.config import LoRAConfig
 from engine.errors import AdapterError, EngineError
@@ -30,13 +31,15 @@ def find_problems(
     request: LoRARequest, model: Path, limits: LoRAConfig, first: str
 ) -> tuple[str, ...]:
     """Every problem of an adapter that is refused with the message ``first``, each once."""
-    label = f"adapter {request.lora_name!r}: "
+    label = f"adapter {request.lora_name!r}"
     others = (
         *_config_problems(Path(request.lora_path)),
         *_weight_problems(Path(request.lora_path), limits),
         *_problems_at_any_rank(request, model, limits),
+        *_profile_problems(Path(request.lora_path)),
     )
-    return tuple(dict.fromkeys((first, *(label + other.removeprefix(label) for other in others))))
+    problems = (first, *others)
+    return tuple(dict.fromkeys(p if p.startswith(label) else f"{label}: {p}" for p in problems))
 
 
 def _config_problems(adapter: Path) -> Iterator[str]:
@@ -74,6 +77,13 @@ def _weight_problems(adapter: Path, limits: LoRAConfig) -> Iterator[str]:
         yield str(error)
     except OSError:
         return
+
+
+def _profile_problems(adapter: Path) -> Iterator[str]:
+    try:
+        read_profile(adapter)
+    except AdapterError as error:
+        yield str(error)
 
 
 def _problems_at_any_rank(request: LoRARequest, model: Path, limits: LoRAConfig) -> Iterator[str]:

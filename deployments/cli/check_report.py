@@ -12,6 +12,7 @@ from rich.table import Table
 from adapters import LoRARequest, adapter_digest, find_adapter_files
 from deployments.cli.check_problems import find_problems
 from deployments.config import find_model
+from deployments.model_profile import read_profile
 from engine.adapter_check import check_adapter
 from engine.config import LoRAConfig
 from engine.errors import AdapterError
@@ -70,7 +71,9 @@ def check_source(source: str, model: str, limits: LoRAConfig) -> Verdict:
         except (FileNotFoundError, PermissionError, AdapterSourceInvalidError) as error:
             return Verdict(source, problems=(str(error),))
         try:
-            return Verdict(source, info=check_adapter(request, directory, limits))
+            info = check_adapter(request, directory, limits)
+            read_profile(Path(request.lora_path))
+            return Verdict(source, info=info)
         except AdapterError as error:
             return Verdict(source, problems=find_problems(request, directory, limits, str(error)))
 

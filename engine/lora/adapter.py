@@ -14,6 +14,7 @@ from adapters import AdapterFiles, LoRARequest, find_adapter_files, read_adapter
 from engine.config import LoRAConfig
 from engine.errors import AdapterError, InvalidAdapterError, UnsupportedAdapterError
 from engine.lora.adapter_tensors import BaseWeight, ModuleTensors, match_tensors
+from engine.lora.adapter_tokenizer import BaseTokenizer
 from engine.lora.module_change import ChangeBuilder, ModuleChange, check_finite
 from engine.lora.module_plan import ModulePlan, plan_modules, unmatched_targets
 from engine.lora.module_spelling import ModuleSpelling, find_spelling
@@ -100,14 +101,17 @@ def load_adapter(
     dtype: torch.dtype,
     *,
     base_weight: BaseWeight | None = None,
+    tokenizer: BaseTokenizer | None = None,
 ) -> LoRAAdapter:
     """Read and check the adapter in ``request.lora_path``.
 
     PEFT saves a copy of lm_head beside an adapter on it; ``base_weight`` lets that copy be
     compared with the base model's own, and DoRA's scale be computed. Raises AdapterError, whatever
-    the files hold.
+    the files hold. Without ``tokenizer``, it is the caller who knows what token ids mean.
     """
     try:
+        if tokenizer is not None:
+            tokenizer.check(Path(request.lora_path))
         return _load(request, targets, limits, dtype, base_weight)
     except OSError as error:
         reason = error.strerror or str(error)
@@ -129,6 +133,7 @@ def _load(
     files = find_adapter_files(Path(request.lora_path))
     raw_config = _read_config(files)
     config = read_peft_config(raw_config)
+    _check_base_model(config, limits)
     spelling = _find_spelling(files, targets)
     targets = spelling.spell_targets(targets)
     base_weight = _spelled(base_weight, spelling)
@@ -192,6 +197,15 @@ def _spelled(base_weight: BaseWeight | None, spelling: ModuleSpelling) -> BaseWe
     if base_weight is None:
         return None
     return lambda name, parameter: base_weight(spelling.original(name), parameter)
+
+
+def _check_base_model(config: PeftLoRAConfig, limits: LoRAConfig) -> None:
+    accepted = limits.base_model_names
+    if accepted and config.base_model not in accepted:
+        raise UnsupportedAdapterError(
+            f"adapter_config.json: base_model_name_or_path is {config.base_model!a}; accepted are "
+            f"{', '.join(map(ascii, accepted))} (base_model_names)"
+        )
 
 
 def _check_ranks(plan: Mapping[str, ModulePlan], limits: LoRAConfig) -> None:

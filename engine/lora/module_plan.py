@@ -23,6 +23,9 @@ _ANY_LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 # Without groups, alternatives and quantifiers an expression matches in linear time.
 _LINEAR_TIME = re.compile(r"[\w.^$\\-]*", re.ASCII)
 
+# More of them take a while, which a process can be stopped in.
+_MAX_PATTERNS_AT_HAND = 1000
+
 # Starting the process takes about 30 ms; a sane expression needs microseconds.
 _REGEX_TIMEOUT_S = 10.0
 
@@ -144,7 +147,8 @@ def _match(
     field: str, how: How, template: str, patterns: list[str], names: list[str]
 ) -> list[list[str | None]]:
     regexes = [(how, template.replace("{}", pattern)) for pattern in patterns]
-    if all(_LINEAR_TIME.fullmatch(pattern) for pattern in patterns):
+    is_quick = len(patterns) <= _MAX_PATTERNS_AT_HAND
+    if is_quick and all(_LINEAR_TIME.fullmatch(pattern) for pattern in patterns):
         try:
             return regex_worker.match_names(regexes, names)
         except re.error as error:

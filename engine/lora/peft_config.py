@@ -39,7 +39,8 @@ class PeftLoRAConfig:
     suffixes when a tuple. Patterns keep the file's order, because the first match wins. An empty
     ``layers_to_transform`` means every layer, as None does. ``trained_tokens`` gives the token ids
     of each module, where None stands for the input embedding. The adapter is applied from the last
-    ``invocation`` in the prompt on, from the first token if that is empty.
+    ``invocation`` in the prompt on, from the first token if that is empty. ``base_model`` is what
+    its author called the base model, None if the file does not say.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class PeftLoRAConfig:
     modules_to_save: tuple[str, ...] = ()
     trained_tokens: tuple[tuple[str | None, tuple[int, ...]], ...] = ()
     invocation: tuple[int, ...] = ()
+    base_model: str | None = None
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -130,6 +132,7 @@ def parse_peft_config(fields: object) -> PeftLoRAConfig:
         modules_to_save=_modules_to_save(fields),
         trained_tokens=_trained_tokens(fields),
         invocation=_invocation(fields),
+        base_model=_base_model(fields),
     )
 
 
@@ -257,6 +260,11 @@ def _invocation(fields: Mapping[str, object]) -> tuple[int, ...]:
     if fields.get("bias", "none") != "none":
         _unsupported("alora_invocation_tokens with bias is not served")
     return tuple(value)
+
+
+def _base_model(fields: Mapping[str, object]) -> str | None:
+    value = fields.get("base_model_name_or_path")
+    return value if isinstance(value, str) else None
 
 
 def _pattern(fields: Mapping[str, object], name: str) -> dict[str, object]:

@@ -28,6 +28,7 @@ def plan_tensors(
     config: PeftLoRAConfig, plan: Mapping[str, ModulePlan], targets: ModelTargets
 ) -> TensorPlan:
     """The roles that each changed module must have a tensor for."""
+    _check_invocation(config, targets)
     roles: dict[str, set[TensorRole]] = defaultdict(set)
     for name in plan:
         roles[name] |= _lora_roles(config, name, targets)
@@ -71,6 +72,16 @@ def trained_token_ids(config: PeftLoRAConfig, targets: ModelTargets) -> dict[str
             f"{targets.input_embedding}, are not served; name the embedding alone"
         )
     return found
+
+
+def _check_invocation(config: PeftLoRAConfig, targets: ModelTargets) -> None:
+    """An adapter that waits for a token that no prompt can hold would never do anything."""
+    embedding = targets.get(targets.input_embedding or "")
+    if embedding is not None and max(config.invocation, default=0) >= embedding.in_features:
+        raise InvalidAdapterError(
+            f"alora_invocation_tokens has token {max(config.invocation)}, but "
+            f"{embedding.name} has {embedding.in_features}"
+        )
 
 
 def _lora_roles(config: PeftLoRAConfig, name: str, targets: ModelTargets) -> set[TensorRole]:

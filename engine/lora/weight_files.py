@@ -17,8 +17,9 @@ import torch
 from adapters import PICKLE_WEIGHTS_FILE, WEIGHTS_INDEX_FILE
 from engine.errors import InvalidAdapterError, UnsupportedAdapterError
 
-# 2000 tensors need about 250 kB; the rest is room for long names.
+# 2000 tensors need about 250 kB; the rest is room for more of them and for long names.
 MAX_HEADER_BYTES = 16 << 20
+MAX_TENSORS = 1 << 16
 
 _DTYPES = {
     "F32": torch.float32,
@@ -112,6 +113,8 @@ def _read_header(file: str, data: bytearray) -> tuple[dict[str, object], int]:
     header = _parse_json(file, bytes(data[8 : 8 + length]))
     if not isinstance(header, dict):
         _invalid(file, "has a header that is not a JSON object")
+    if len(header) > MAX_TENSORS:
+        _invalid(file, f"describes {len(header)} tensors, more than {MAX_TENSORS}")
     return header, 8 + length
 
 

@@ -1,7 +1,7 @@
 """Which files make an adapter, what identifies them, and that what is hashed is what is read."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -120,10 +120,21 @@ def test_a_link_inside_the_directory_and_to_the_directory_is_followed(
     assert digest(link) == before
 
 
-def test_a_pipe_is_not_an_adapter_file(root: Path) -> None:
-    (root / "adapter_model.safetensors").unlink()
-    os.mkfifo(root / "adapter_model.safetensors")
-    with pytest.raises(FileNotFoundError):
+@pytest.mark.parametrize(
+    "name",
+    ["adapter_config.json", "adapter_model.safetensors", "adapter.yaml", "chat_template.jinja"],
+)
+@pytest.mark.parametrize(
+    "put",
+    [os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path.name)],
+    ids=["pipe", "directory", "link to itself"],
+)
+def test_only_regular_files_are_adapter_files(
+    root: Path, name: str, put: Callable[[Path], None]
+) -> None:
+    (root / name).unlink(missing_ok=True)
+    put(root / name)
+    with pytest.raises(PermissionError, match=f"{name} in .* is not a regular file"):
         find_adapter_files(root)
 
 

@@ -1,5 +1,6 @@
 """What is said of a model: read from an adapter's files, laid over the base model's, applied."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -45,12 +46,50 @@ def test_fields_are_read(tmp_path: Path) -> None:
         ("chat_template: '{% if %}'", "chat_template"),
         ("- a list", "fields with values"),
         ("a: [", "YAML"),
+        ("[" * 100_000, "YAML"),
+        ("stop_token_ids: [" + "9" * 5000 + "]", "YAML"),
         ("a: " + "x" * (1 << 20), "larger"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, named: str) -> None:
     (tmp_path / "adapter.yaml").write_text(text)
     with pytest.raises(InvalidAdapterError, match=named):
+        read_profile(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        "{{ messages }}",
+        [{"name": "rag", "template": "-"}, {"name": "default", "template": "{{ messages }}"}],
+    ],
+)
+def test_template_in_the_tokenizers_configuration_is_read(tmp_path: Path, stored: object) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": stored}))
+    assert read_profile(tmp_path).chat_template == "{{ messages }}"
+    (tmp_path / "chat_template.jinja").write_text("{{ tools }}")
+    assert read_profile(tmp_path).chat_template == "{{ tools }}"
+
+
+@pytest.mark.parametrize("stored", [[], ["a"], [{"name": []}], None])
+def test_tokenizers_configuration_need_not_have_a_template(tmp_path: Path, stored: object) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": stored}))
+    assert read_profile(tmp_path).chat_template is None
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    assert read_profile(tmp_path).chat_template is None
+
+
+@pytest.mark.parametrize("text", ["garbage", '{"chat_template": 3}', '{"chat_template": "{% if"}'])
+def test_damaged_tokenizers_configuration_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(InvalidAdapterError, match=r"tokenizer_config|chat_template"):
+        read_profile(tmp_path)
+
+
+def test_template_without_end_to_its_nesting_is_refused(tmp_path: Path) -> None:
+    nested = "(" * 50_000
+    (tmp_path / "chat_template.jinja").write_text("{{" + nested + "}}")
+    with pytest.raises(InvalidAdapterError, match="no Jinja template"):
         read_profile(tmp_path)
 
 

@@ -75,7 +75,18 @@ async def test_template_of_the_request_goes_before_the_adapters_before_the_model
     assert await rendered(encoder, own, chat_template="adapter") == "request"
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% bad", "{{ 1 / none }}"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('no') }}",
+        "{% bad",
+        "{{ 1 / none }}",
+        "{{ 1 / 0 }}",
+        "{{ range(10 ** 9) | list }}",
+        "{{ messages[0].content.no.such.thing }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    ],
+)
 async def test_template_that_fails_is_the_requests_fault(
     byte_level: PreTrainedTokenizerFast, template: str
 ) -> None:

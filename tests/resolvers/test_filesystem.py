@@ -1,13 +1,20 @@
 """Directories are found by name under their roots, and only when nobody writes to them."""
 
-import asyncio
+import errno
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from adapters import InvalidAdapterNameError
-from resolvers.base import AdapterSourceInvalidError, SourceUnavailableError
+from resolvers import filesystem
+from resolvers.base import (
+    AdapterSourceInvalidError,
+    SourceForbiddenError,
+    SourceUnavailableError,
+)
 from resolvers.filesystem import FilesystemResolver
 from tests.resolvers.adapter_files import write_adapter
 
@@ -42,6 +49,31 @@ async def test_link_that_leaves_the_root_is_refused(tmp_path: Path) -> None:
         await resolver.resolve_lora("base", "sql")
 
 
+async def test_links_in_a_circle_lead_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "sql").symlink_to("sql")
+    assert await FilesystemResolver([str(tmp_path)]).resolve_lora("base", "sql") is None
+
+
+async def test_pipe_in_place_of_the_configuration_is_refused(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "sql")
+    (tmp_path / "sql/adapter_config.json").unlink()
+    os.mkfifo(tmp_path / "sql/adapter_config.json")
+    with pytest.raises(AdapterSourceInvalidError, match="is not a regular file"):
+        await FilesystemResolver([str(tmp_path)]).resolve_lora("base", "sql")
+
+
+async def test_directory_that_may_not_be_read_is_not_taken_for_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    write_adapter(tmp_path / "sql")
+    monkeypatch.setattr(Path, "lstat", refuse)
+    with pytest.raises(SourceForbiddenError, match="sql cannot be read: Permission denied"):
+        await FilesystemResolver([str(tmp_path)]).resolve_lora("base", "sql")
+
+
 async def test_file_that_is_a_link_out_is_refused(tmp_path: Path) -> None:
     write_adapter(tmp_path / "root" / "sql")
     secret = tmp_path / "secret"
@@ -71,25 +103,53 @@ async def test_directory_at_rest_is_not_waited_for(tmp_path: Path) -> None:
     assert await FilesystemResolver([str(tmp_path)], settle_s=30).resolve_lora("base", "sql")
 
 
-async def test_fresh_directory_is_served_once_it_is_at_rest(tmp_path: Path) -> None:
-    write_adapter(tmp_path / "sql")
-    resolver = FilesystemResolver([str(tmp_path)], settle_s=0.2)
-    asked = asyncio.ensure_future(resolver.resolve_lora("base", "sql"))
-    for turn in range(5):
-        await asyncio.sleep(0.1)
-        assert not asked.done(), "answered while it was being written"
-        write_adapter(tmp_path / "sql", b"w" * turn)
-    assert await asked is not None
+@pytest.fixture
+def write_before_looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
+    """Have somebody write before each of the first looks at a directory; the list counts them."""
+    look = filesystem._state
+
+    def arrange(num_writes: int) -> list[int]:
+        looks: list[int] = []
+
+        def write_and_look(path: Path) -> object:
+            looks.append(len(looks))
+            if len(looks) <= num_writes:
+                write_adapter(path, b"w" * len(looks))
+            return look(path)
+
+        monkeypatch.setattr(filesystem, "_state", write_and_look)
+        return looks
+
+    return arrange
 
 
-async def test_directory_that_is_written_for_ever_is_unavailable(tmp_path: Path) -> None:
+async def test_fresh_directory_is_served_once_it_is_at_rest(
+    tmp_path: Path, write_before_looks: Callable[[int], list[int]]
+) -> None:
     write_adapter(tmp_path / "sql")
-    resolver = FilesystemResolver([str(tmp_path)], settle_s=0.05)
-    asked = asyncio.ensure_future(resolver.resolve_lora("base", "sql"))
-    turn = 0
-    while not asked.done():
-        turn += 1
-        write_adapter(tmp_path / "sql", b"w" * turn)
-        await asyncio.sleep(0.01)
-    with pytest.raises(SourceUnavailableError, match="is being written"):
-        await asked
+    looks = write_before_looks(4)
+    # Long enough that no machine takes the last write for an old one.
+    resolver = FilesystemResolver([str(tmp_path)], settle_s=60)
+    with no_pauses():
+        assert await resolver.resolve_lora("base", "sql") is not None
+    assert len(looks) == 5, "one look more than writes"
+
+
+async def test_directory_that_is_written_for_ever_is_unavailable(
+    tmp_path: Path, write_before_looks: Callable[[int], list[int]]
+) -> None:
+    write_adapter(tmp_path / "sql")
+    write_before_looks(1000)
+    resolver = FilesystemResolver([str(tmp_path)], settle_s=60)
+    with no_pauses(), pytest.raises(SourceUnavailableError, match="is being written"):
+        await resolver.resolve_lora("base", "sql")
+
+
+@contextmanager
+def no_pauses() -> Iterator[None]:
+    async def pass_at_once(seconds: float) -> None:
+        pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filesystem.asyncio, "sleep", pass_at_once)
+        yield

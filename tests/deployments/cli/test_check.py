@@ -1,6 +1,7 @@
 """``lorafleet check`` says before deployment what the engine would say after it."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from deployments.cli import app
+from tests.engine.tiny_tokenizer import save_tiny_tokenizer
 from tests.resolvers.hub_server import hub_server
 from tests.resolvers.s3_server import CREDENTIALS, Bucket, s3_server
 from tests.tiny_models import MakeModel
@@ -20,8 +22,10 @@ Run = Callable[..., Result]
 
 
 @pytest.fixture(scope="module")
-def model(make_model: MakeModel) -> Path:
-    return make_model("llama")
+def model(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = shutil.copytree(make_model("llama"), tmp_path_factory.mktemp("models") / "base")
+    save_tiny_tokenizer(path, vocab_size=131)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +120,20 @@ def test_rank_over_the_limit_does_not_hide_what_else_is_wrong(
 def test_rank_limit_is_the_deployments(run: Run, adapter: Path) -> None:
     assert run(adapter, "--max-lora-rank", "4").exit_code == 0
     assert run(adapter, "--max-lora-rank", "3").exit_code == 1
+
+
+def test_what_the_adapter_says_beside_its_weights_is_checked(
+    run: Run, changed: Callable[..., Path]
+) -> None:
+    path = changed()
+    (path / "adapter.yaml").write_text("tool_parser: morse")
+    (path / "added_tokens.json").write_text('{"<tool>": 131}')
+    problems = json.loads(run(path, "--json").output)["problems"]
+    assert "token '<tool>' has id 131" in problems[0]
+    assert "adapter.yaml: tool_parser" in problems[1]
+    (path / "added_tokens.json").unlink()
+    problems = json.loads(run(path, "--json").output)["problems"]
+    assert len(problems) == 1 and "adapter.yaml: tool_parser" in problems[0]
 
 
 def test_missing_adapter_is_refused(run: Run, tmp_path: Path) -> None:

@@ -51,7 +51,16 @@ def targets_of(model: PreTrainedModel) -> ModelTargets:
         elif isinstance(module, nn.Embedding):
             size = (module.num_embeddings, module.embedding_dim)
             modules[name] = LoRATarget(name, *size, TargetKind.EMBEDDING)
-    return ModelTargets(modules, base_model="tiny", architecture=type(model).__name__)
+    return ModelTargets(
+        modules,
+        base_model="tiny",
+        architecture=type(model).__name__,
+        input_embedding=next(n for n, target in modules.items() if _is_embedding(target)),
+    )
+
+
+def _is_embedding(target: LoRATarget) -> bool:
+    return target.kind is TargetKind.EMBEDDING
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,21 @@ def with_index(weight_map: dict[str, str]) -> Callable[[Path], None]:
     return apply
 
 
+def pipe(path: Path) -> None:
+    (path / "adapter_model.safetensors").unlink()
+    os.mkfifo(path / "adapter_model.safetensors")
+
+
+def link_to_itself(path: Path) -> None:
+    (path / "adapter_model.safetensors").unlink()
+    (path / "adapter_model.safetensors").symlink_to("adapter_model.safetensors")
+
+
+def describe_many(fields: dict[str, Any]) -> None:
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    fields.update({f"t{number}": empty for number in range(66_000)})
+
+
 def grow(path: Path) -> None:
     """A sparse file: large to read, nothing on disk."""
     os.truncate(path / "adapter_model.safetensors", 1 << 32)
@@ -124,6 +139,12 @@ INVALID: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (remove("adapter_config.json"), "no adapter_config.json"),
     "no weights": (remove("adapter_model.safetensors"), "no adapter_model.safetensors"),
     "link out of the directory": (link_out, "link that leaves the directory"),
+    "pipe": (pipe, "adapter_model.safetensors in .* is not a regular file"),
+    "link to itself": (link_to_itself, "adapter_model.safetensors in .* is not a regular file"),
+    "directory in place of a template": (
+        lambda path: (path / "chat_template.jinja").mkdir(),
+        "chat_template.jinja in .* is not a regular file",
+    ),
     "config is a list": (lambda path: write_config(path, []), "must hold a JSON object"),
     "no r": (config(r=None), "r is missing"),
     "NaN alpha": (config(lora_alpha=float("nan")), "NaN is not a JSON number"),
@@ -157,6 +178,7 @@ INVALID: dict[str, tuple[Callable[[Path], object], str]] = {
         header(lambda h: h[f"{Q0}.lora_B.weight"].update(data_offsets=[0, 256])),
         "overlap or leave gaps",
     ),
+    "too many tensors": (header(describe_many), r"describes 660\d\d tensors, more than 65536"),
     "no tensors": (tensors(dict.clear), "holds no tensors"),
     "layer out of range": (
         rename(f"{Q0}.lora_A.weight", f"{Q0}.lora_A.weight".replace(".0.", ".7.")),
@@ -254,6 +276,10 @@ INVALID: dict[str, tuple[Callable[[Path], object], str]] = {
         config(trainable_token_indices={"embed_tokens": [40]}),
         "trainable_token_indices has token 40, but model.embed_tokens has 40",
     ),
+    "invocation outside of the vocabulary": (
+        config(alora_invocation_tokens=[3, 40]),
+        "alora_invocation_tokens has token 40, but model.embed_tokens has 40",
+    ),
 }
 
 
@@ -303,6 +329,26 @@ def test_what_is_not_served_exactly_is_refused(
 ) -> None:
     change(path)
     with pytest.raises(UnsupportedAdapterError, match=message):
+        load(path, good.targets)
+
+
+def test_the_operator_may_insist_on_the_base_models_name(good: PeftAdapter, path: Path) -> None:
+    config(base_model_name_or_path="org/tiny")(path)
+    load(path, good.targets, base_model_names=("tiny", "org/tiny"))
+    with pytest.raises(UnsupportedAdapterError, match="is 'org/tiny'; accepted are 'tiny'"):
+        load(path, good.targets, base_model_names=("tiny",))
+    config(base_model_name_or_path=None)(path)
+    load(path, good.targets)
+    with pytest.raises(UnsupportedAdapterError, match="base_model_name_or_path is None; accepted"):
+        load(path, good.targets, base_model_names=("tiny",))
+
+
+def test_a_flood_of_patterns_is_stopped(
+    good: PeftAdapter, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.lora.module_plan._REGEX_TIMEOUT_S", 0.1)
+    config(rank_pattern={f"layer{number}": 4 for number in range(20_000)})(path)
+    with pytest.raises(InvalidAdapterError, match=r"rank_pattern .* takes longer than 0\.1 s"):
         load(path, good.targets)
 
 

@@ -143,4 +143,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama, rope yarn": _rope(
         rope_type="yarn", factor=8.0, original_max_position_embeddings=ORIGINAL_CONTEXT
     ),
+    "llama, rope dynamic": _rope(rope_type="dynamic", factor=4.0),
+    "llama, rope longrope": _rope(
+        rope_type="longrope",
+        factor=2.0,
+        short_factor=[1.0, 1.1, 1.3, 1.7],
+        long_factor=[2.0, 2.5, 3.0, 4.0],
+        original_max_position_embeddings=64,
+    ),
 }

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -30,6 +31,28 @@ def set_field(name: str, value: Any) -> Edit:
     return edit
 
 
+def keep_fields(*names: str, **changes: Any) -> Edit:
+    """Rewrite the configuration as a tool does that knows these fields alone."""
+
+    def edit(path: Path) -> None:
+        config = json.loads((path / "adapter_config.json").read_text())
+        kept = {name: config[name] for name in names} | changes
+        (path / "adapter_config.json").write_text(json.dumps(kept))
+
+    return edit
+
+
+def save_tokenizer(*tokens: str) -> Edit:
+    """Save the base model's tokenizer beside the adapter, with more tokens, as trainers do."""
+
+    def edit(path: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(path.parents[1] / "base")
+        tokenizer.add_tokens(list(tokens))
+        tokenizer.save_pretrained(path)
+
+    return edit
+
+
 def claim_init(init: str) -> Edit:
     return set_field("init_lora_weights", init)
 
@@ -40,6 +63,16 @@ def claim_type(peft_type: str) -> Edit:
 
 def rename(old: str, new: str) -> Edit:
     return change_tensors(lambda tensors: {k.replace(old, new): t for k, t in tensors.items()})
+
+
+def rename_as_multimodal(path: Path) -> None:
+    """As PEFT names the text part of a multimodal model."""
+    rename("base_model.model.model.", "base_model.model.model.language_model.")(path)
+
+
+def rename_as_older_multimodal(path: Path) -> None:
+    """As it did before transformers 4.52."""
+    rename("base_model.model.", "base_model.model.language_model.")(path)
 
 
 def drop_prefix(path: Path) -> None:

@@ -58,6 +58,20 @@ def _no_conv1d(arch: Architecture) -> str | None:
     return "PEFT cannot convert it on Conv1D" if arch.model_type == "gpt2" else None
 
 
+def _no_inner_model(arch: Architecture) -> str | None:
+    is_inner = arch.layers.startswith("model.")
+    return None if is_inner else "no multimodal model has its text part under this name"
+
+
+def _expression(arch: Architecture) -> str:
+    """What Unsloth writes: the text part of any model, or the layers of a text model."""
+    parts, linears = "(?:self_attn|attn|mlp)", f"(?:{'|'.join(arch.attention)})"
+    return (
+        rf"(?:.*?(?:language|text).*?{parts}.*?{linears}.*?)"
+        rf"|(?:\bmodel\.layers\.[\d]{{1,}}\.{parts}\.{linears})"
+    )
+
+
 def _untied(arch: Architecture) -> str | None:
     return "embedding and head share one weight" if arch.is_tied else None
 
@@ -66,10 +80,14 @@ def _tied(arch: Architecture) -> str | None:
     return None if arch.is_tied else "embedding and head have weights of their own"
 
 
+# What every version of PEFT has written, and all that matters for a plain adapter.
+_OLD_FIELDS = ("peft_type", "r", "lora_alpha", "target_modules")
+
 SCALING = {
     "plain": Feature(config=_attention(), with_rope=True),
     "rank 1": Feature(config=_linears(r=1, lora_alpha=3)),
     "rank 64": Feature(config=_attention(r=64, lora_alpha=16)),
+    "rank 509": Feature(config=_attention(r=509, lora_alpha=90)),
     "rsLoRA": Feature(config=_linears(use_rslora=True, r=6, lora_alpha=5), with_rope=True),
     "rank_pattern, alpha_pattern": Feature(
         config=lambda arch: {
@@ -141,6 +159,14 @@ WHAT = {
             "rank_pattern": {arch.attention[0]: 3},
         }
     ),
+    "lora_bias, rsLoRA, patterns, head": Feature(
+        config=lambda arch: {
+            "target_modules": [*arch.attention, "lm_head"],
+            "lora_bias": True,
+            "use_rslora": True,
+            "rank_pattern": {"lm_head": 2},
+        }
+    ),
     "DoRA on head and embedding": Feature(
         config=lambda arch: {
             "target_modules": [arch.embedding, "lm_head", *arch.mlp],
@@ -181,6 +207,13 @@ WHAT = {
         },
         lacks=_untied,
     ),
+    "trainable_token_indices, saved norm": Feature(
+        config=lambda arch: {
+            "target_modules": list(arch.attention),
+            "trainable_token_indices": [5, 3, 77],
+            "modules_to_save": [arch.norms[0]],
+        }
+    ),
     "trained and tied": Feature(
         config=_attention(modules_to_save=["lm_head"], ensure_weight_tying=True),
         refused="ensure_weight_tying=True asks for adapters shared between tied embeddings",
@@ -191,8 +224,21 @@ WHAT = {
         edit=edits.add_head_rows,
         refused="resized vocabular",
     ),
+    "a token of its own": Feature(
+        config=_attention(),
+        edit=edits.save_tokenizer("<tool>"),
+        refused="its tokenizer is not the base model's: token '<tool>' has id 13.,",
+    ),
     "aLoRA": Feature(
         config=_linears(alora_invocation_tokens=list(INVOCATION)),
+    ),
+    "aLoRA, rsLoRA, lora_bias, head": Feature(
+        config=lambda arch: {
+            "target_modules": [*arch.attention, "lm_head"],
+            "alora_invocation_tokens": list(INVOCATION),
+            "use_rslora": True,
+            "lora_bias": True,
+        }
     ),
 }
 
@@ -215,6 +261,15 @@ INITIALISATIONS = {
         config=_attention(), edit=edits.claim_init("loftq"), refused="convert the adapter with PEFT"
     ),
     "EVA": Feature(config=_attention(), edit=edits.claim_init("eva")),
+    "CorDA": Feature(
+        config=_attention(), edit=edits.claim_init("corda"), refused="convert the adapter with PEFT"
+    ),
+    "LoRA-GA": Feature(
+        config=_attention(),
+        edit=edits.claim_init("lora_ga"),
+        refused="convert the adapter with PEFT",
+    ),
+    "MiCA": Feature(config=_attention(init_lora_weights="mica")),
     "IA3": Feature(
         config=_attention(), edit=edits.claim_type("IA3"), refused="peft_type 'IA3' is not served"
     ),
@@ -234,9 +289,52 @@ FILES = {
     "adapter name in keys": Feature(config=_linears(), edit=edits.insert_adapter_name),
     "keys without prefix": Feature(config=_linears(), edit=edits.drop_prefix),
     "shards": Feature(config=_linears(), edit=edits.split_in_shards),
+    "text part of a multimodal model": Feature(
+        config=_linears(use_dora=True), edit=edits.rename_as_multimodal, lacks=_no_inner_model
+    ),
+    "text part of an older multimodal model": Feature(
+        config=lambda arch: {"target_modules": [*arch.attention, arch.embedding, "lm_head"]},
+        edit=edits.rename_as_older_multimodal,
+    ),
+    "the base model's tokenizer beside it": Feature(
+        config=_attention(), edit=edits.save_tokenizer()
+    ),
+    "PEFT 0.3": Feature(
+        config=_attention(),
+        edit=edits.keep_fields(
+            *_OLD_FIELDS,
+            "base_model_name_or_path",
+            "bias",
+            "fan_in_fan_out",
+            "inference_mode",
+            "init_lora_weights",
+            "lora_dropout",
+            "modules_to_save",
+            "task_type",
+            enable_lora=None,
+            merge_weights=False,
+        ),
+    ),
+    "torchtune": Feature(
+        config=_linears(),
+        edit=edits.keep_fields(*_OLD_FIELDS, base_model_name_or_path="base"),
+    ),
+    "Unsloth": Feature(
+        config=lambda arch: {"target_modules": _expression(arch)},
+        edit=edits.set_field(
+            "auto_mapping",
+            {
+                "base_model_class": "LlamaForCausalLM",
+                "parent_library": "transformers.models.llama.modeling_llama",
+                "unsloth_fixed": True,
+            },
+        ),
+        lacks=_no_inner_model,
+    ),
     "float16": Feature(config=_linears(), store=edits.store_as(torch.float16)),
     "bfloat16": Feature(config=_linears(), store=edits.store_as(torch.bfloat16)),
     "float8": Feature(config=_linears(), store=edits.store_as(torch.float8_e4m3fn)),
+    "float8, short mantissa": Feature(config=_linears(), store=edits.store_as(torch.float8_e5m2)),
 }
 
 MISTAKES = {

@@ -12,10 +12,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.variants import calculate_alora_offsets
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from adapters import LoRARequest
+from adapters import LoRARequest, adapter_digest, find_adapter_files
 from engine import LLM, CacheConfig, LoRAConfig, SamplingParams
 from engine.errors import AdapterError
-from engine.lora.adapter import load_adapter
+from engine.lora.adapter import LoRAAdapter, load_adapter
+from engine.lora.adapter_tokenizer import BaseTokenizer
 from engine.models.paged_model import PagedModel
 from tests.engine.matrix.architectures import ARCHITECTURES, Architecture
 from tests.engine.matrix.features import FEATURES, INVOCATION, Feature
@@ -26,7 +27,7 @@ from tests.tiny_models import save_random_model
 NUM_STEPS = 32
 # Longer than a block and than any sliding window.
 PROMPT = [17, 5, *INVOCATION, 64, 40, 9, 120, 7, 8, 33, 5, 77, 100, 11, *INVOCATION, 50, 13, 28]
-LIMITS = LoRAConfig(max_loras=48, max_cpu_loras=64, max_lora_rank=64)
+LIMITS = LoRAConfig(max_loras=64, max_cpu_loras=80, max_lora_rank=512)
 
 _GREEDY = SamplingParams(temperature=0, max_tokens=NUM_STEPS, ignore_eos=True)
 _SAVED = "saved"
@@ -77,6 +78,12 @@ class Laboratory:
         if feature is None:
             return None
         return LoRARequest(lora_name=feature, lora_path=str(self._path(feature) / _SERVED))
+
+    def forget(self, feature: str) -> None:
+        """Let the engine read the adapter anew when it is asked for again."""
+        assert self.llm.engine.adapters is not None
+        files = find_adapter_files(self._path(feature) / _SERVED)
+        self.llm.engine.adapters.remove(adapter_digest(files))
 
     def alone(self, feature: str) -> list[int]:
         """Greedy tokens after the prompt, with nothing else in the batch."""
@@ -139,8 +146,9 @@ class Laboratory:
             feature.edit(path / _SERVED)
         request = self.request(name)
         assert request is not None
+        tokenizer = self.llm.engine.tokenizer.backend_tokenizer
         try:
-            load(self.model, request)
+            load(self.model, request, BaseTokenizer(tokenizer, self.checkpoint))
         except AdapterError as error:
             self.refusals[name] = str(error)
         else:
@@ -181,9 +189,16 @@ def _spread(parameter: torch.Tensor) -> float:
     return 0.2 if parameter.dim() > 1 else 0.3
 
 
-def load(model: PagedModel, request: LoRARequest):  # type: ignore[no-untyped-def]
+def load(
+    model: PagedModel, request: LoRARequest, tokenizer: BaseTokenizer | None = None
+) -> LoRAAdapter:
     return load_adapter(
-        request, model.targets, LIMITS, model.spec.dtype, base_weight=model.base_weight
+        request,
+        model.targets,
+        LIMITS,
+        model.spec.dtype,
+        base_weight=model.base_weight,
+        tokenizer=tokenizer,
     )
 
 

@@ -23,9 +23,14 @@ Rewrite it with `LORAFLEET_WRITE_PAGES=1 pytest tests/engine/matrix`.
 
 _TAIL = """## Beyond the table
 
-* Rope scalings were checked on sequences three times the original context. Frequencies of `dynamic`
-  and `longrope` depend on the longest sequence of a batch, so a model with them is served up to its
-  original context, and a larger `max_model_len` is refused at start.
+* Rope scalings `linear`, `llama3` and `yarn` were checked on sequences three times the original
+  context. Frequencies of `dynamic` and `longrope` depend on the longest sequence of a batch, so a
+  model with them is served up to its original context, and a larger `max_model_len` is refused at
+  start.
+* A chat template, stops and sampling defaults of an adapter's own are served. A tokenizer of its
+  own is refused, naming the first token that differs; one that only fills batches up may differ.
+* An adapter of a multimodal model's text part is served on the text model; one that changes the
+  vision tower too is refused, naming the first tensor of it.
 * An architecture is refused at start, with the reason, when its attention does not go through
   transformers' AttentionInterface, needs masks of its own, keeps other state than keys and values,
   or when sequences of a batch turn out to influence each other.

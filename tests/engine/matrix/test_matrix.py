@@ -71,7 +71,7 @@ def check_served(lab: Laboratory, feature: str) -> None:
     assert lab.alone(feature) == tokens
     found, wanted = lab.prompt_logprobs(feature, PROMPT + tokens)
     torch.testing.assert_close(found, wanted, rtol=RELATIVE, atol=RELATIVE)
-    if feature == "aLoRA":
+    if feature.startswith("aLoRA"):
         return  # below, whole sequences run with one slot
     base, _, logits, _ = lab.logits(feature, PROMPT + tokens)
     assert_close(logits, truth)

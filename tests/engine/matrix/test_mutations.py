@@ -12,6 +12,7 @@ from engine import adapter_set
 from engine.errors import AdapterError
 from engine.lora import adapter, module_change, module_plan, slot_changes, tensor_plan
 from engine.lora.module_change import ChangeBuilder
+from engine.lora.module_spelling import AS_THE_BASE_MODEL
 from engine.lora.peft_config import PeftLoRAConfig
 from tests.engine.matrix.laboratory import PROMPT, Laboratory
 from tests.engine.matrix.test_matrix import assert_close
@@ -70,6 +71,10 @@ def _first_occurrence(original: Any) -> Any:
 
 def _unscaled_embedding(original: Any) -> Any:
     return lambda module, change, ids, out: original(torch.nn.Identity(), change, ids, out)
+
+
+def _next_slot(original: Any) -> Any:
+    return lambda table, out, batch: original(table.roll(1, dims=0), out, batch)
 
 
 def _no_tied_head(original: Any) -> Any:
@@ -181,6 +186,36 @@ MUTATIONS = {
     "aLoRA starts at the first invocation": Mutation(
         "llama", "aLoRA", adapter_set, "last_occurrence", _first_occurrence
     ),
+    "a pattern's rank scales as the default rank": Mutation(
+        "llama",
+        "rank_pattern, alpha_pattern",
+        PeftLoRAConfig,
+        "scaling",
+        lambda original: lambda self, rank, alpha: original(self, self.rank, alpha),
+    ),
+    "aLoRA's biases are ignored": Mutation(
+        "llama", "aLoRA, rsLoRA, lora_bias, head", ChangeBuilder, "_affine", _without("shift")
+    ),
+    "DoRA on an embedding is ignored": Mutation(
+        "llama", "DoRA on head and embedding", ChangeBuilder, "_embedding", _without("scale")
+    ),
+    "a saved linear is ignored": Mutation(
+        "llama",
+        "modules_to_save a linear",
+        slot_changes,
+        "_apply_to_linear",
+        _constant(None),
+    ),
+    "names of a multimodal model are not understood": Mutation(
+        "llama",
+        "text part of a multimodal model",
+        adapter,
+        "find_spelling",
+        _constant(AS_THE_BASE_MODEL),
+    ),
+    "changes are scaled by the wrong slot": Mutation(
+        "llama", "DoRA", slot_changes, "_scale", _next_slot
+    ),
     "a step forgets the slots with changes": Mutation(
         "llama", "DoRA", slot_changes, "select_changed", _constant(None)
     ),
@@ -203,7 +238,8 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Labo
 
 def check(lab: Laboratory, feature: str) -> None:
     """A short form of the cell; it reads the adapter anew."""
-    if feature == "aLoRA":
+    if feature.startswith("aLoRA"):
+        lab.forget(feature)
         found, wanted = lab.prompt_logprobs(feature, PROMPT)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     else:
