@@ -60,7 +60,7 @@ def bind_replicas(
     replicas = serve.deployment(LLMReplica).options(
         name=REPLICAS,
         **replica_count(config),
-        ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
+        **replica_resources(config),
         max_ongoing_requests=config.max_ongoing_requests,
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
         max_queued_requests=config.max_queued_requests,
@@ -79,6 +79,22 @@ def replica_count(config: DeploymentConfig) -> dict[str, Any]:
     if config.autoscaling is None:
         return {"num_replicas": config.num_replicas}
     return {"autoscaling_config": config.autoscaling.build()}
+
+
+def replica_resources(config: DeploymentConfig) -> dict[str, Any]:
+    """What a replica reserves, in Serve's words.
+
+    The ranks of a split model are processes of their replica, which sees all of their GPUs: so
+    they are one bundle, which is always on one node.
+    """
+    options: dict[str, Any] = {
+        "ray_actor_options": {"num_cpus": config.num_cpus, "num_gpus": config.num_gpus}
+    }
+    if config.engine.tensor_parallel_size > 1 and config.num_gpus:
+        bundle = {"CPU": config.num_cpus, "GPU": config.num_gpus}
+        options["placement_group_bundles"] = [{k: v for k, v in bundle.items() if v}]
+        options["placement_group_strategy"] = "STRICT_PACK"
+    return options
 
 
 def replica_config(config: DeploymentConfig) -> str:

@@ -42,6 +42,7 @@ class EngineSettings(_Settings):
     seed: int = 0
     max_model_len: int | None = None
     num_threads: int | None = None
+    tensor_parallel_size: int = 1
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_bytes: int = 1 << 30
@@ -62,7 +63,9 @@ class EngineSettings(_Settings):
         return self
 
     def build(self, model: Path, *, num_threads: int | None) -> EngineConfig:
-        """The engine's own record; ``num_threads`` is used unless set here."""
+        """The engine's own record; the ranks share ``num_threads`` unless it is set here."""
+        if num_threads is not None:
+            num_threads = max(1, num_threads // self.tensor_parallel_size)
         return EngineConfig(
             model=model,
             dtype=self.dtype,
@@ -70,6 +73,7 @@ class EngineSettings(_Settings):
             seed=self.seed,
             max_model_len=self.max_model_len,
             num_threads=self.num_threads or num_threads,
+            tensor_parallel_size=self.tensor_parallel_size,
             cache=CacheConfig(
                 block_size=self.block_size,
                 num_blocks=self.num_blocks,
@@ -280,7 +284,17 @@ class DeploymentConfig(_Settings):
         self.http.build()
         if self.autoscaling is not None and "num_replicas" in self.model_fields_set:
             raise ValueError("num_replicas and autoscaling exclude each other")
+        self._check_gpus()
         return self
+
+    def _check_gpus(self) -> None:
+        """Each rank of a split model has a GPU to itself, or all of them the CPU."""
+        wanted = self.engine.tensor_parallel_size
+        allowed = (wanted,) if self.engine.device == "cuda" else (wanted, 0)
+        if wanted > 1 and self.num_gpus not in allowed:
+            raise ValueError(
+                f"tensor_parallel_size {wanted} needs num_gpus {wanted}, not {self.num_gpus:g}"
+            )
 
     @property
     def public_model_id(self) -> str:
