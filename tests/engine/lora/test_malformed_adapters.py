@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -330,43 +329,6 @@ def test_what_is_not_served_exactly_is_refused(
     change(path)
     with pytest.raises(UnsupportedAdapterError, match=message):
         load(path, good.targets)
-
-
-def test_the_operator_may_insist_on_the_base_models_name(good: PeftAdapter, path: Path) -> None:
-    config(base_model_name_or_path="org/tiny")(path)
-    load(path, good.targets, base_model_names=("tiny", "org/tiny"))
-    with pytest.raises(UnsupportedAdapterError, match="is 'org/tiny'; accepted are 'tiny'"):
-        load(path, good.targets, base_model_names=("tiny",))
-    config(base_model_name_or_path=None)(path)
-    load(path, good.targets)
-    with pytest.raises(UnsupportedAdapterError, match="base_model_name_or_path is None; accepted"):
-        load(path, good.targets, base_model_names=("tiny",))
-
-
-def test_a_flood_of_patterns_is_stopped(
-    good: PeftAdapter, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("engine.lora.module_plan._REGEX_TIMEOUT_S", 0.1)
-    config(rank_pattern={f"layer{number}": 4 for number in range(20_000)})(path)
-    with pytest.raises(InvalidAdapterError, match=r"rank_pattern .* takes longer than 0\.1 s"):
-        load(path, good.targets)
-
-
-def test_a_hostile_regex_is_stopped(
-    good: PeftAdapter, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("engine.lora.module_plan._REGEX_TIMEOUT_S", 0.3)
-    config(rank_pattern={"([a-z0-9_.]+)+!": 4})(path)
-    with pytest.raises(InvalidAdapterError, match=re.escape("takes longer than 0.3 s")):
-        load(path, good.targets)
-
-
-def test_values_that_overflow_the_engine_dtype_are_refused(good: PeftAdapter, path: Path) -> None:
-    set_value(f"{Q0}.lora_B.weight", 1e6)(path)
-    load(path, good.targets)
-    request = LoRARequest(lora_name="bad", lora_path=str(path))
-    with pytest.raises(InvalidAdapterError, match=re.escape("not finite in torch.float16")):
-        load_adapter(request, good.targets, LoRAConfig(), torch.float16)
 
 
 def damaged_bytes(data: bytes, cut: int, flips: list[tuple[int, int]]) -> bytes:
