@@ -102,4 +102,5 @@ def _join(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
         prompt_logprobs=earlier.prompt_logprobs or later.prompt_logprobs,
         error=earlier.error or later.error,
         timing=earlier.timing or later.timing,
+        embedding=earlier.embedding or later.embedding,
     )

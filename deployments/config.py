@@ -1,8 +1,4 @@
-"""The settings of a deployment: YAML arguments, checked, with overrides from the environment.
-
-Relative paths are taken from the working directory, else from the checkout, so that the same file
-works with ``serve run`` and on a cluster.
-"""
+"""The settings of a deployment: YAML arguments, checked, with overrides from the environment."""
 
 import os
 import re
@@ -21,12 +17,20 @@ from deployments.openai.settings import (
     DEFAULT_MAX_PUSH_BYTES,
     HttpSettings,
 )
+from deployments.paths import absolute, home, is_directory
 from deployments.telemetry.settings import TelemetrySettings
-from engine.config import CacheConfig, Device, DType, EngineConfig, LoRAConfig, SchedulerConfig
+from engine.config import (
+    CacheConfig,
+    Device,
+    DType,
+    EngineConfig,
+    KVCacheDType,
+    LoRAConfig,
+    SchedulerConfig,
+)
 from resolvers.registry import check_entry, order_entries, places
 from resolvers.store import DEFAULT_MAX_ADAPTER_BYTES, DEFAULT_MAX_BYTES
 
-_CHECKOUT = Path(__file__).resolve().parent.parent
 _S3_PLACE = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^?#]*)?")
 
 
@@ -43,10 +47,12 @@ class EngineSettings(_Settings):
     max_model_len: int | None = None
     num_threads: int | None = None
     tensor_parallel_size: int = 1
+    enforce_eager: bool = False
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_bytes: int = 1 << 30
     enable_prefix_caching: bool = True
+    kv_cache_dtype: KVCacheDType = "auto"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_waiting: int = 2048
@@ -74,11 +80,13 @@ class EngineSettings(_Settings):
             max_model_len=self.max_model_len,
             num_threads=self.num_threads or num_threads,
             tensor_parallel_size=self.tensor_parallel_size,
+            enforce_eager=self.enforce_eager,
             cache=CacheConfig(
                 block_size=self.block_size,
                 num_blocks=self.num_blocks,
                 memory_bytes=self.kv_cache_bytes,
                 enable_prefix_caching=self.enable_prefix_caching,
+                kv_cache_dtype=self.kv_cache_dtype,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,
@@ -347,39 +355,6 @@ def load_config(
     if keys_file := environ.get("LORAFLEET_KEYS_FILE"):
         http["keys_file"] = keys_file
     return DeploymentConfig.model_validate(merged)
-
-
-def home() -> Path:
-    """Where models, state and caches are kept."""
-    return Path(os.environ.get("LORAFLEET_HOME") or _CHECKOUT / ".cache").resolve()
-
-
-def absolute(path: str) -> Path:
-    """A path from the working directory, else from the checkout."""
-    candidates = (Path(path).expanduser().absolute(), _CHECKOUT / path)
-    return next((found for found in candidates if found.exists()), candidates[0]).resolve()
-
-
-def is_directory(model: str) -> bool:
-    """Whether a model is given as a directory rather than by a name."""
-    return model.startswith((".", "/", "~")) or absolute(model).is_dir()
-
-
-def find_prepared(model: str) -> Path | None:
-    """Return the directory of a model that is on this machine under its name or path."""
-    prepared = home() / "models" / model
-    if prepared.is_dir():
-        return prepared
-    return absolute(model) if is_directory(model) else None
-
-
-def find_model(model: str) -> Path:
-    """Bring a model's files to this machine and return their directory."""
-    if (path := find_prepared(model)) is not None:
-        return path
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
 
 
 def _first(environ: Mapping[str, str], *names: str) -> str | None:

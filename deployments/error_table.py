@@ -28,9 +28,7 @@ class ErrorStatus:
 
 _INTERNAL = ErrorStatus(500, "InternalServerError")
 _UNAVAILABLE = ErrorStatus(503, "ServiceUnavailableError", retry_after_s=_RETRY_AFTER_S)
-_OVERLOADED = ErrorStatus(
-    429, "RateLimitError", retry_after_s=_RETRY_AFTER_S, reason="queue_full"
-)
+_OVERLOADED = ErrorStatus(429, "RateLimitError", retry_after_s=_RETRY_AFTER_S, reason="queue_full")
 _BAD_REQUEST = ErrorStatus(400, "BadRequestError")
 _BAD_ADAPTER = ErrorStatus(400, "InvalidUserInput")
 

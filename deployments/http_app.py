@@ -13,10 +13,12 @@ from deployments.openai.api import Api
 from deployments.openai.auth import user_guard
 from deployments.openai.chat import chat_router
 from deployments.openai.completions import completions_router
+from deployments.openai.embeddings import embeddings_router
 from deployments.openai.failures import install_failure_handlers
 from deployments.openai.management import management_router
 from deployments.openai.metrics import HttpMetrics, metrics_router
 from deployments.openai.models import models_router
+from deployments.openai.openapi import openapi_router
 from deployments.openai.operations import operations_router
 from deployments.openai.push import push_router
 from deployments.openai.request_scope import RequestScope
@@ -40,7 +42,6 @@ def create_http_app(
     """
     settings = settings or HttpSettings()
     api, metrics = Api(backend, settings), metrics or HttpMetrics()
-    # Bodies are read by hand, so a generated schema would say nothing true about them.
     app = FastAPI(title="lorafleet", openapi_url=None, redirect_slashes=False)
     app.add_middleware(
         RequestScope,
@@ -62,6 +63,7 @@ def create_http_app(
         completions_router(api),
         chat_router(api),
         responses_router(api),
+        embeddings_router(api),
         tokenization_router(api),
         adapters_router(api),
     )
@@ -71,6 +73,7 @@ def create_http_app(
     app.include_router(management_router(api))
     app.include_router(push_router(api))
     app.include_router(admin_page_router(api))
+    app.include_router(openapi_router(app, api.version))
     return app
 
 

@@ -13,7 +13,7 @@ from ray import serve
 from deployments.backend import BaseModelInfo
 from deployments.clock import SystemClock
 from deployments.cluster_protocol import MemberId, Register
-from deployments.config import DeploymentConfig, find_model, find_prepared
+from deployments.config import DeploymentConfig
 from deployments.controller_actor import Deployed, connect_controller
 from deployments.engine_port import GeneratingEngine
 from deployments.errors import ClusterError
@@ -27,6 +27,7 @@ from deployments.llm_server import LLMServer
 from deployments.metrics.engine_collector import EngineCollector
 from deployments.metrics.ray_export import RayExporter
 from deployments.metrics.replica_metrics import ReplicaMetrics
+from deployments.paths import find_model, find_prepared
 from deployments.replica_link import ReplicaLink
 from deployments.source_setup import build_sources
 from deployments.telemetry.logs import configure_logs

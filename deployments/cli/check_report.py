@@ -11,8 +11,8 @@ from rich.table import Table
 
 from adapters import LoRARequest, adapter_digest, find_adapter_files
 from deployments.cli.check_problems import find_problems
-from deployments.config import find_model
 from deployments.model_profile import read_profile
+from deployments.paths import find_model
 from engine.adapter_check import check_adapter
 from engine.config import LoRAConfig
 from engine.errors import AdapterError

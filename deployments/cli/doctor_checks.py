@@ -21,7 +21,8 @@ from pathlib import Path
 
 import httpx
 
-from deployments.config import DeploymentConfig, find_prepared
+from deployments.config import DeploymentConfig
+from deployments.paths import find_prepared
 from resolvers.base import ResolverError
 from resolvers.registry import build_link
 from resolvers.store import AdapterStore

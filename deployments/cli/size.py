@@ -10,7 +10,7 @@ from rich.console import Console
 
 from deployments.cli.adapter_tables import print_table, size
 from deployments.cli.connection import print_json
-from deployments.config import find_prepared
+from deployments.paths import find_prepared
 
 if TYPE_CHECKING:
     from deployments.sizing import Load, ModelSize, Sizing

@@ -41,9 +41,15 @@ _REFUSED_EVERYWHERE: Refused = {
 REFUSED_COMPLETION: Refused = {
     **_REFUSED_EVERYWHERE,
     "best_of": (1,),
+    "chat_template": _NEVER,
     "max_completion_tokens": _NEVER,
+    "max_output_tokens": _NEVER,
+    "messages": _NEVER,
     "prompt_embeds": _NEVER,
     "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "top_logprobs": _NEVER,
 }
 
 REFUSED_CHAT: Refused = {
@@ -53,9 +59,15 @@ REFUSED_CHAT: Refused = {
     "best_of": (1,),
     "function_call": ("none",),
     "functions": ([],),
+    "input": _NEVER,
+    "instructions": _NEVER,
+    "max_output_tokens": _NEVER,
     "media_io_kwargs": ({},),
     "modalities": (["text"],),
+    "moderation": _NEVER,
     "prediction": _NEVER,
+    "prompt": _NEVER,
+    "prompt_cache_options": _NEVER,
     "reasoning_effort": ("none",),
     "service_tier": ("auto", "default"),
     "store": _OFF,
@@ -63,6 +75,21 @@ REFUSED_CHAT: Refused = {
     "web_search_options": _NEVER,
 }
 
+
+REFUSED_EMBEDDINGS: Refused = {
+    "cache_salt": _NEVER,
+    "chat_template": _NEVER,
+    "dimensions": _NEVER,
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "messages": _NEVER,
+    "mm_processor_kwargs": ({},),
+    "request_id": _NEVER,
+    "softmax": _NEVER,
+    "stream": _OFF,
+    "truncation_side": ("left",),
+    "use_activation": (True,),
+}
 
 REFUSED_RESPONSES: Refused = {
     **_REFUSED_EVERYWHERE,

@@ -126,6 +126,9 @@ class FakeBackend:
     async def _outputs(
         self, request: GenerateRequest, prompt_ids: tuple[int, ...]
     ) -> AsyncIterator[list[RequestOutput]]:
+        if request.params.pooling is not None:
+            yield [_embedding(request, prompt_ids)]
+            return
         room = MAX_MODEL_LEN - len(prompt_ids)
         pending = [
             output
@@ -350,6 +353,17 @@ class FakeBackend:
 
 def _bytes_of(token_id: int) -> bytes:
     return b"<eos>" if token_id == EOS else bytes([token_id])
+
+
+def _embedding(request: GenerateRequest, prompt_ids: tuple[int, ...]) -> RequestOutput:
+    """The first token's number, and how many there are."""
+    return RequestOutput(
+        request_id=request.request_id,
+        finish_reason=FinishReason.STOP,
+        num_prompt_tokens=len(prompt_ids),
+        request_finished=True,
+        embedding=(float(prompt_ids[0]), float(len(prompt_ids))),
+    )
 
 
 def _logprobs(token_ids: tuple[int, ...], k: int | None) -> tuple[PositionLogprobs, ...] | None:

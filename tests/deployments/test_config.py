@@ -7,8 +7,9 @@ import yaml
 from pydantic import ValidationError
 
 from deployments.app import replica_config, replica_count
-from deployments.config import ClusterSettings, DeploymentConfig, find_prepared, load_config
+from deployments.config import ClusterSettings, DeploymentConfig, load_config
 from deployments.controller_actor import Deployed
+from deployments.paths import find_prepared
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -204,3 +204,12 @@ def test_responses_refuse_and_fail_as_exceptions(
     assert bad.value.param == "previous_response_id"
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve("resp_1")
+
+
+def test_embeddings_in_both_encodings(client: openai.OpenAI) -> None:
+    # Without a format the client asks for base64 and reads it itself.
+    found = client.embeddings.create(model="sql", input=["\x06bcdefgh", "x"])
+    assert found.data[0].embedding == pytest.approx([0.6, 0.8])
+    assert (len(found.data), found.usage.total_tokens) == (2, 9)
+    shown = client.embeddings.create(model="sql", input="\x06bcdefgh", encoding_format="float")
+    assert shown.data[0].embedding == pytest.approx([0.6, 0.8])
