@@ -11,7 +11,8 @@ import torch
 
 from kernels import ops
 from kernels.backend import Backend
-from kernels.metadata import AttentionBatch, LoRABatch
+from kernels.metadata import AttentionBatch, KVScales, LoRABatch
+from kernels.reference import quantise
 
 BLOCK_SIZE = 16
 
@@ -65,10 +66,12 @@ class OpCase:
 
 
 def _copy(value: Any, *, wide: bool, change: bool) -> Any:
-    if isinstance(value, list):
-        return [_copy(item, wide=wide, change=change) for item in value]
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copy(item, wide=wide, change=change) for item in value)
     if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.to(torch.float64 if wide else value.dtype, copy=change)
+        # Codes of a quantised cache mean nothing without their scales.
+        widens = wide and value.dtype.itemsize > 1
+        return value.to(torch.float64 if widens else value.dtype, copy=change)
     return value
 
 
@@ -101,16 +104,38 @@ class CaseBuilder:
         yield OpCase("add_rms_norm", shape, added, 4 * x.numel() * size, 5 * x.numel(), (0,))
         yield OpCase("silu_and_mul", shape, (gate, up), 3 * gate.numel() * size, 5 * gate.numel())
 
-    def store(self, num_tokens: int) -> OpCase:
+    def store(self, num_tokens: int, *, fp8: bool = False) -> OpCase:
         """Return a write of `num_tokens` keys and values to scattered positions."""
         key, value = self._random(2, num_tokens, self.model.num_kv_heads, self.model.head_size)
-        caches = self._caches(-(-num_tokens // BLOCK_SIZE))
+        caches, options = self._caches(-(-num_tokens // BLOCK_SIZE), fp8=fp8)
         mapping = torch.randperm(num_tokens, generator=self._generator, device=self.device)
-        num_bytes = 4 * key.numel() * self.dtype.itemsize + mapping.numel() * 8
+        written = key.numel() * caches[0].dtype.itemsize
+        num_bytes = 2 * (key.nbytes + written) + mapping.nbytes
         args = (key, value, *caches, mapping)
-        return OpCase(
-            "store_kv", f"{self.model.name} tokens={num_tokens}", args, num_bytes, 0, (2, 3)
-        )
+        shape = f"{self.model.name} tokens={num_tokens}{' fp8' if fp8 else ''}"
+        return OpCase("store_kv", shape, args, num_bytes, 0, (2, 3), options)
+
+    def rope_and_store(self, num_tokens: int) -> OpCase:
+        """Return the same after a rotation of queries and keys."""
+        model = self.model
+        query = self._random(num_tokens, model.num_heads, model.head_size)
+        key, value = self._random(2, num_tokens, model.num_kv_heads, model.head_size)
+        caches, _ = self._caches(-(-num_tokens // BLOCK_SIZE))
+        angles = self._random(num_tokens, model.head_size // 2).repeat(1, 2)
+        rotary = (angles.cos(), angles.sin())
+        mapping = torch.randperm(num_tokens, generator=self._generator, device=self.device)
+        num_bytes = 2 * query.nbytes + 4 * key.nbytes + 2 * angles.nbytes + mapping.nbytes
+        args = (query, key, value, rotary, *caches, mapping)
+        shape = f"{model.name} tokens={num_tokens}"
+        return OpCase("rope_and_store_kv", shape, args, num_bytes, 0, (0, 4, 5))
+
+    def sample(self, num_rows: int, vocab: int = 128256) -> OpCase:
+        """Return draws from logits; each row is counted as read once for every question but one."""
+        logits = self._random(num_rows, vocab).float() * 2
+        params = torch.tensor([1.0, 50.0, 0.9, 0.0], device=self.device).expand(num_rows, 4)
+        seeds = torch.arange(num_rows, device=self.device) * 12345
+        args = (logits, params.contiguous(), seeds)
+        return OpCase("sample_tokens", f"rows={num_rows} vocab={vocab}", args, logits.nbytes, 0)
 
     def decode(self, num_sequences: int, context: int, **options: Any) -> OpCase:
         """Return decodes that share one context length."""
@@ -145,13 +170,15 @@ class CaseBuilder:
         span = min(context, window + query_len - 1)
         kv_numel = 2 * num_sequences * span * model.num_kv_heads * model.head_size
         notes = "".join(f" {name}={value}" for name, value in options.items())
+        fp8 = options.pop("fp8", False)
+        caches, quantised = self._caches(num_sequences * blocks, fp8=fp8)
         return OpCase(
             op,
             f"{model.name} sequences={num_sequences} new={query_len} context={context}{notes}",
-            (query, *self._caches(num_sequences * blocks), batch),
-            (kv_numel + 2 * query.numel()) * self.dtype.itemsize,
+            (query, *caches, batch),
+            kv_numel * caches[0].dtype.itemsize + 2 * query.nbytes,
             4 * num_sequences * seen * model.num_heads * model.head_size,
-            options={"scale": model.head_size**-0.5, **options},
+            options={"scale": model.head_size**-0.5, **quantised, **options},
         )
 
     def lora(self, segments: Sequence[tuple[int, int]], rank: int) -> Iterator[OpCase]:
@@ -200,9 +227,16 @@ class CaseBuilder:
             num_active=len({slot for slot, _ in segments if slot >= 0}),
         )
 
-    def _caches(self, num_blocks: int) -> list[torch.Tensor]:
+    def _caches(
+        self, num_blocks: int, *, fp8: bool = False
+    ) -> tuple[list[torch.Tensor], dict[str, KVScales]]:
+        """Return keys and values, and the options of an op that reads them."""
         shape = (num_blocks, BLOCK_SIZE, self.model.num_kv_heads, self.model.head_size)
-        return [self._random(*shape), self._random(*shape)]
+        caches = [self._random(*shape), self._random(*shape)]
+        if not fp8:
+            return caches, {}
+        (key, key_scales), (value, value_scales) = map(quantise, caches)
+        return [key, value], {"scales": KVScales(key_scales, value_scales)}
 
     def _random(self, *shape: int) -> torch.Tensor:
         values = torch.randn(shape, generator=self._generator, device=self.device)

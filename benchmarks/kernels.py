@@ -33,10 +33,13 @@ def cases(builder: CaseBuilder) -> Iterator[OpCase]:
     for num_tokens in (*decodes, chunk):
         yield from builder.dense(num_tokens)
         yield builder.store(num_tokens)
+        yield builder.rope_and_store(num_tokens)
     for num_sequences in decodes:
         yield builder.decode(num_sequences, context)
         yield from builder.lora([(slot % 64, 1) for slot in range(num_sequences)], 16)
     yield builder.decode(decodes[-1], context, window=context // 4)
+    yield builder.decode(decodes[-1], context, fp8=True)
+    yield builder.sample(decodes[-1])
     yield builder.prefill(1, chunk, chunk)
     yield builder.prefill(2, chunk // 2, 2 * chunk)
     yield from builder.lora([(0, chunk)], 16)
@@ -47,7 +50,9 @@ def backends_of(case: OpCase, device: torch.device) -> list[Backend | None]:
     """Return the backends to time a case on; None is the one that serves on a GPU."""
     if device.type == "cuda":
         return [None]
-    return [name for name in CPU_BACKENDS if is_available(name, case.op)]
+    # The C++ extension leaves quantised caches to torch.
+    names: tuple[Backend, ...] = ("torch",) if "scales" in case.options else CPU_BACKENDS
+    return [name for name in names if is_available(name, case.op)]
 
 
 def measure(

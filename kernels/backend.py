@@ -16,12 +16,20 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 _MODULES = {"cpu": "kernels.cpu", "torch": "kernels.torch_ops", "reference": "kernels.reference"}
 _TRITON_MODULES = {
+    "rms_norm": "kernels.rms_norm",
+    "add_rms_norm": "kernels.rms_norm",
+    "silu_and_mul": "kernels.silu_and_mul",
+    "rope_and_store_kv": "kernels.kv_store",
     "store_kv": "kernels.kv_store",
     "paged_decode": "kernels.paged_decode",
     "paged_prefill": "kernels.paged_prefill",
     "lora_shrink": "kernels.lora_shrink",
     "lora_expand": "kernels.lora_expand",
+    "lora_apply": "kernels.lora_apply",
+    "sample_tokens": "kernels.sample_tokens",
 }
+# Ops that the C++ extension leaves to torch or to other ops.
+_NOT_IN_EXTENSION = frozenset({"rope_and_store_kv", "sample_tokens"})
 
 
 def is_available(backend: Backend, op: str) -> bool:
@@ -29,7 +37,7 @@ def is_available(backend: Backend, op: str) -> bool:
     if backend == "triton":
         return op in _TRITON_MODULES and importlib.util.find_spec("triton") is not None
     if backend == "cpu":
-        return _cpu_extension_is_built()
+        return op not in _NOT_IN_EXTENSION and _cpu_extension_is_built()
     return True
 
 

@@ -10,6 +10,8 @@ import math
 import triton
 import triton.language as tl
 
+from kernels.fp8 import DECODED_UNIT, decode_e4m3
+
 
 def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
     """Return what `scores` multiplies by: before the cap's tanh, and after it."""
@@ -19,23 +21,34 @@ def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
 
 
 @triton.jit
-def page_offsets(
-    block_table_ptr,
-    positions,
-    mask,
-    kv_head,
-    PAGE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
+def vector_indices(
+    block_table_ptr, positions, mask, kv_head, PAGE: tl.constexpr, KV_HEADS: tl.constexpr
 ):
-    """Return where a head's vectors of these positions start in a cache; int64."""
+    """Return which vectors of a cache are a head's of these positions; int64."""
     blocks = tl.load(block_table_ptr + positions // PAGE, mask=mask, other=0).to(tl.int64)
-    return ((blocks * PAGE + positions % PAGE) * KV_HEADS + kv_head) * HEAD_SIZE
+    return (blocks * PAGE + positions % PAGE) * KV_HEADS + kv_head
+
+
+@triton.jit
+def load_vectors(
+    cache_ptr, scales_ptr, vectors, mask, dims, like, HEAD_SIZE: tl.constexpr, FP8: tl.constexpr
+):
+    """Return a cache's vectors [n, D] in the dtype of `like`, and the scales [n] left to apply."""
+    offsets = vectors[:, None] * HEAD_SIZE + dims[None, :]
+    values = tl.load(cache_ptr + offsets, mask=mask[:, None] & (dims < HEAD_SIZE)[None, :], other=0)
+    if FP8:
+        scales = tl.load(scales_ptr + vectors, mask=mask, other=0.0) * DECODED_UNIT
+        return decode_e4m3(values).to(like.dtype), scales
+    else:
+        return values, tl.full([dims.shape[0]], 1.0, tl.float32)
 
 
 @triton.jit
 def scores(query, keys, factor, cap_factor, SOFT_CAP: tl.constexpr):
-    """Return the scores of query [rows, D] and keys [n, D]: scaled, capped, in log 2 units."""
+    """Return the scores of query [rows, D] and keys [n, D]: scaled, capped, in log 2 units.
+
+    `factor` is a number, or one for each key.
+    """
     result = tl.dot(query, tl.trans(keys), input_precision="ieee") * factor
     if SOFT_CAP:
         # tanh(x) = 1 - 2 / (1 + e^2x), whose limits at both ends are exact.
@@ -44,7 +57,7 @@ def scores(query, keys, factor, cap_factor, SOFT_CAP: tl.constexpr):
 
 
 @triton.jit
-def update(new_scores, values, m, l, acc):  # noqa: E741
+def update(new_scores, values, value_scales, m, l, acc, FP8: tl.constexpr):  # noqa: E741
     """Fold one block of scores [rows, n] and values [n, D] into the running softmax."""
     new_m = tl.maximum(m, tl.max(new_scores, 1))
     # A row that has seen no position yet has maximum -inf; -inf - -inf would be NaN.
@@ -52,5 +65,7 @@ def update(new_scores, values, m, l, acc):  # noqa: E741
     weights = tl.exp2(new_scores - finite_m[:, None])
     decay = tl.exp2(m - finite_m)
     l = l * decay + tl.sum(weights, 1)  # noqa: E741
+    if FP8:
+        weights *= value_scales[None, :]
     acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
     return new_m, l, acc

@@ -2,7 +2,9 @@
 """Adds the adapters' low-rank updates to the outputs: Triton kernels and launcher.
 
 One launch serves up to three projections (query, key and value) of different widths: their column
-blocks are numbered one after the other. See ``kernels.lora_shrink`` for the two kinds of kernel.
+blocks are numbered one after the other. See ``kernels.lora_shrink`` for the two kinds of kernel and
+for the parts of the intermediate, which are added up here. An adapter's scale and shift of its
+outputs (DoRA, biases) are applied before the only rounding.
 """
 
 from collections.abc import Sequence
@@ -24,28 +26,39 @@ _PROJECTIONS_PER_LAUNCH = 3
 def _add_row(
     y_ptr,
     b_ptr,
+    scale_ptr,
     mid_ptr,
     rank,
     width,
     block,
+    part_stride,
+    SPLITS: tl.constexpr,
+    SCALED: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
 ):
-    """Add one token's update to a stripe of its output row."""
+    """Add one token's update to a stripe of its output row, then scale and shift that."""
     cols = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    # A projection that the adapter does not target is neither read nor written.
-    col_mask = cols < tl.where(rank > 0, width, 0)
+    col_mask = cols < width
+    if not SCALED:
+        # A projection that the adapter does not target is neither read nor written.
+        col_mask = cols < tl.where(rank > 0, width, 0)
 
     products = tl.zeros([BLOCK_RANK, BLOCK_OUT], tl.float32)
     for start in range(0, rank, BLOCK_RANK):
         rows = start + tl.arange(0, BLOCK_RANK)
         row_mask = rows < rank
         mid = tl.load(mid_ptr + rows, mask=row_mask, other=0.0)
+        for split in tl.static_range(1, SPLITS):
+            mid += tl.load(mid_ptr + split * part_stride + rows, mask=row_mask, other=0.0)
         weight_ptrs = b_ptr + rows[:, None] * width + cols[None, :]
         weight = tl.load(weight_ptrs, mask=row_mask[:, None] & col_mask[None, :], other=0.0)
         products += weight.to(tl.float32) * mid[:, None]
 
     y = tl.load(y_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + tl.sum(products, 0)
+    if SCALED:
+        scale = tl.load(scale_ptr + cols, mask=col_mask, other=1.0)
+        y = y * scale + tl.load(scale_ptr + width + cols, mask=col_mask, other=0.0)
     tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=col_mask)
 
 
@@ -60,6 +73,9 @@ def _expand_rows_kernel(
     y0_ptr,
     y1_ptr,
     y2_ptr,
+    scale0_ptr,
+    scale1_ptr,
+    scale2_ptr,
     width0,
     width1,
     width2,
@@ -71,8 +87,10 @@ def _expand_rows_kernel(
     num_slots,
     max_rank,
     mid_width,
-    mid_stride,
+    part_stride,
     PROJECTIONS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SCALED: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
 ):
@@ -83,26 +101,30 @@ def _expand_rows_kernel(
         return
     ranks_ptr += slot
     mid_ptr += token * mid_width
+    mid_stride = SPLITS * part_stride
     row = slot * max_rank
     # One copy of the work for each projection: AMD's compiler rejects a choice among pointers.
     if block < first_block1:
         rank = tl.load(ranks_ptr)
         _add_row(
-            y0_ptr + token * y0_stride, b0_ptr + row * width0, mid_ptr,
-            rank, width0, block, BLOCK_RANK, BLOCK_OUT,
+            y0_ptr + token * y0_stride, b0_ptr + row * width0,
+            scale0_ptr + slot * 2 * width0, mid_ptr, rank, width0, block,
+            part_stride, SPLITS, SCALED, BLOCK_RANK, BLOCK_OUT,
         )  # fmt: skip
     elif PROJECTIONS > 1:
         if block < first_block2:
             rank = tl.load(ranks_ptr + num_slots)
             _add_row(
-                y1_ptr + token * y1_stride, b1_ptr + row * width1, mid_ptr + mid_stride,
-                rank, width1, block - first_block1, BLOCK_RANK, BLOCK_OUT,
+                y1_ptr + token * y1_stride, b1_ptr + row * width1,
+                scale1_ptr + slot * 2 * width1, mid_ptr + mid_stride, rank, width1,
+                block - first_block1, part_stride, SPLITS, SCALED, BLOCK_RANK, BLOCK_OUT,
             )  # fmt: skip
         elif PROJECTIONS > 2:
             rank = tl.load(ranks_ptr + 2 * num_slots)
             _add_row(
-                y2_ptr + token * y2_stride, b2_ptr + row * width2, mid_ptr + 2 * mid_stride,
-                rank, width2, block - first_block2, BLOCK_RANK, BLOCK_OUT,
+                y2_ptr + token * y2_stride, b2_ptr + row * width2,
+                scale2_ptr + slot * 2 * width2, mid_ptr + 2 * mid_stride, rank, width2,
+                block - first_block2, part_stride, SPLITS, SCALED, BLOCK_RANK, BLOCK_OUT,
             )  # fmt: skip
 
 
@@ -110,6 +132,7 @@ def _expand_rows_kernel(
 def _add_tile(
     y_ptr,
     b_ptr,
+    scale_ptr,
     mid_ptr,
     tokens,
     token_mask,
@@ -118,15 +141,20 @@ def _add_tile(
     block,
     y_stride,
     mid_width,
+    part_stride,
+    SPLITS: tl.constexpr,
+    SCALED: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
 ):
-    """Add one segment's update to a block of its tokens' output rows."""
+    """Add one segment's update to a block of its tokens' output rows, then scale and shift that."""
     cols = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    # A projection that the adapter does not target is neither read nor written.
-    col_mask = cols < tl.where(rank > 0, width, 0)
+    col_mask = cols < width
+    if not SCALED:
+        # A projection that the adapter does not target is neither read nor written.
+        col_mask = cols < tl.where(rank > 0, width, 0)
     mid_rows = mid_ptr + tokens[:, None] * mid_width
     y_ptrs = y_ptr + tokens[:, None] * y_stride + cols[None, :]
 
@@ -136,6 +164,9 @@ def _add_tile(
         row_mask = rows < rank
         mask = token_mask[:, None] & row_mask[None, :]
         mid = tl.load(mid_rows + rows[None, :], mask=mask, other=0.0)
+        for split in tl.static_range(1, SPLITS):
+            mid_part = mid_rows + split * part_stride + rows[None, :]
+            mid += tl.load(mid_part, mask=mask, other=0.0)
         weight_ptrs = b_ptr + rows[:, None] * width + cols[None, :]
         weight = tl.load(weight_ptrs, mask=row_mask[:, None] & col_mask[None, :], other=0.0)
         update = tl.dot(
@@ -144,6 +175,10 @@ def _add_tile(
 
     mask = token_mask[:, None] & col_mask[None, :]
     y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32) + update
+    if SCALED:
+        scale = tl.load(scale_ptr + cols, mask=col_mask, other=1.0)
+        shift = tl.load(scale_ptr + width + cols, mask=col_mask, other=0.0)
+        y = y * scale[None, :] + shift[None, :]
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -159,6 +194,9 @@ def _expand_tiles_kernel(
     y0_ptr,
     y1_ptr,
     y2_ptr,
+    scale0_ptr,
+    scale1_ptr,
+    scale2_ptr,
     width0,
     width1,
     width2,
@@ -170,9 +208,11 @@ def _expand_tiles_kernel(
     num_slots,
     max_rank,
     mid_width,
-    mid_stride,
+    part_stride,
     num_segments,
     PROJECTIONS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SCALED: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -195,28 +235,31 @@ def _expand_tiles_kernel(
     tokens = (first + tl.arange(0, BLOCK_TOKENS)).to(tl.int64)
     token_mask = tokens < segment_end
     ranks_ptr += slot
+    mid_stride = SPLITS * part_stride
     row = slot * max_rank
     if block < first_block1:
         rank = tl.load(ranks_ptr)
         _add_tile(
-            y0_ptr, b0_ptr + row * width0, mid_ptr,
+            y0_ptr, b0_ptr + row * width0, scale0_ptr + slot * 2 * width0, mid_ptr,
             tokens, token_mask, rank, width0, block, y0_stride, mid_width,
-            DOT_DTYPE, DOT_PRECISION, BLOCK_RANK, BLOCK_OUT,
+            part_stride, SPLITS, SCALED, DOT_DTYPE, DOT_PRECISION, BLOCK_RANK, BLOCK_OUT,
         )  # fmt: skip
     elif PROJECTIONS > 1:
         if block < first_block2:
             rank = tl.load(ranks_ptr + num_slots)
             _add_tile(
-                y1_ptr, b1_ptr + row * width1, mid_ptr + mid_stride,
-                tokens, token_mask, rank, width1, block - first_block1, y1_stride, mid_width,
-                DOT_DTYPE, DOT_PRECISION, BLOCK_RANK, BLOCK_OUT,
+                y1_ptr, b1_ptr + row * width1, scale1_ptr + slot * 2 * width1,
+                mid_ptr + mid_stride, tokens, token_mask, rank, width1,
+                block - first_block1, y1_stride, mid_width, part_stride,
+                SPLITS, SCALED, DOT_DTYPE, DOT_PRECISION, BLOCK_RANK, BLOCK_OUT,
             )  # fmt: skip
         elif PROJECTIONS > 2:
             rank = tl.load(ranks_ptr + 2 * num_slots)
             _add_tile(
-                y2_ptr, b2_ptr + row * width2, mid_ptr + 2 * mid_stride,
-                tokens, token_mask, rank, width2, block - first_block2, y2_stride, mid_width,
-                DOT_DTYPE, DOT_PRECISION, BLOCK_RANK, BLOCK_OUT,
+                y2_ptr, b2_ptr + row * width2, scale2_ptr + slot * 2 * width2,
+                mid_ptr + 2 * mid_stride, tokens, token_mask, rank, width2,
+                block - first_block2, y2_stride, mid_width, part_stride,
+                SPLITS, SCALED, DOT_DTYPE, DOT_PRECISION, BLOCK_RANK, BLOCK_OUT,
             )  # fmt: skip
 
 
@@ -226,15 +269,31 @@ def lora_expand(
     ranks: torch.Tensor,
     batch: LoRABatch,
     ys: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Launch once for all adapters and up to three projections."""
+    expand_parts(mid[:, None], lora_b, ranks, batch, ys, scales)
+
+
+def expand_parts(
+    mid: torch.Tensor,
+    lora_b: Sequence[torch.Tensor],
+    ranks: torch.Tensor,
+    batch: LoRABatch,
+    ys: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor] | None,
+) -> None:
+    """Do the same with the sums over parts of the inputs: mid [P, splits, T, max_active_rank]."""
     if not all(b.is_contiguous() for b in lora_b) or not ranks.is_contiguous():
         raise ValueError("lora_expand: lora_b and ranks must be contiguous")
-    if any(y.stride(1) != 1 for y in ys) or mid.stride(1) != mid.shape[2]:
+    if any(y.stride(1) != 1 for y in ys) or not mid.is_contiguous():
         raise ValueError("lora_expand: mid and the rows of ys must be contiguous")
+    if scales is not None and not all(table.is_contiguous() for table in scales):
+        raise ValueError("lora_expand: scales must be contiguous")
     for start in range(0, len(ys), _PROJECTIONS_PER_LAUNCH):
         part = slice(start, start + _PROJECTIONS_PER_LAUNCH)
-        _launch(mid[part], lora_b[part], ranks[part], batch, ys[part])
+        tables = None if scales is None else scales[part]
+        _launch(mid[part], lora_b[part], ranks[part], batch, ys[part], tables)
 
 
 def _launch(
@@ -243,17 +302,14 @@ def _launch(
     ranks: torch.Tensor,
     batch: LoRABatch,
     ys: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor] | None,
 ) -> None:
-    num_tokens = mid.shape[1]
+    num_tokens = mid.shape[2]
     widths = [y.shape[1] for y in ys]
     by_rows = tuning.lora_by_rows(num_tokens, batch.max_segment_len)
-    if by_rows:
-        wide = tuning.EXPAND_ROWS["many"].block_features
-        rows = tuning.expand_rows(num_tokens * sum(triton.cdiv(width, wide) for width in widths))
-        block_out = rows.block_features
-    else:
-        config = tuning.expand_tiles(batch.max_segment_len)
-        block_out = config.block_features
+    rows = tuning.expand_rows(num_tokens, widths)
+    tiles = tuning.expand_tiles(batch.max_segment_len)
+    block_out = rows.block_features if by_rows else tiles.block_features
     blocks = [triton.cdiv(width, block_out) for width in widths]
     num_blocks = sum(blocks)
     # Absent projections start past the last block, so no program takes them.
@@ -263,11 +319,13 @@ def _launch(
     outputs = (
         *_pad(lora_b, absent),
         *_pad(ys, absent),
+        *_pad(lora_b if scales is None else scales, absent),
         *_pad(widths, absent),
         *_pad([y.stride(0) for y in ys], absent),
         *first_blocks,
     )
-    shape = (ranks.shape[1], lora_b[0].shape[1], mid.shape[2], mid.stride(0))
+    shape = (ranks.shape[1], lora_b[0].shape[1], mid.shape[3], mid.stride(1))
+    kind = {"PROJECTIONS": len(ys), "SPLITS": mid.shape[1], "SCALED": scales is not None}
     if by_rows:
         _expand_rows_kernel[(num_tokens, num_blocks)](
             mid,
@@ -275,7 +333,7 @@ def _launch(
             batch.token_slots,
             *outputs,
             *shape,
-            PROJECTIONS=len(ys),
+            **kind,
             BLOCK_RANK=rows.block_rank,
             BLOCK_OUT=block_out,
             num_warps=rows.num_warps,
@@ -284,7 +342,7 @@ def _launch(
         return
     num_segments = batch.segment_slots.shape[0]
     dot_dtype, dot_precision = _dot_mode(lora_b[0].dtype)
-    _expand_tiles_kernel[(num_tiles(num_segments, num_tokens, config.block_tokens), num_blocks)](
+    _expand_tiles_kernel[(num_tiles(num_segments, num_tokens, tiles.block_tokens), num_blocks)](
         mid,
         ranks,
         batch.segment_starts,
@@ -292,16 +350,16 @@ def _launch(
         *outputs,
         *shape,
         num_segments,
-        PROJECTIONS=len(ys),
+        **kind,
         DOT_DTYPE=dot_dtype,
         DOT_PRECISION=dot_precision,
-        BLOCK_TOKENS=config.block_tokens,
-        BLOCK_RANK=config.block_rank,
+        BLOCK_TOKENS=tiles.block_tokens,
+        BLOCK_RANK=tiles.block_rank,
         BLOCK_OUT=block_out,
         SEARCH=tuning.SEARCH,
-        num_warps=config.num_warps,
+        num_warps=tiles.num_warps,
         enable_fp_fusion=True,
-        num_stages=config.num_stages,
+        num_stages=tiles.num_stages,
     )
 
 

@@ -47,3 +47,14 @@ class LoRABatch:
     max_active_rank: int
     num_active: int
     segments: tuple[tuple[int, int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KVScales:
+    """What the quantised vectors of one layer's caches are multiplied by.
+
+    key, value    [num_blocks, block_size, Hkv]    float32, one for each position and head
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor

@@ -4,6 +4,7 @@ Every op runs on the device of its tensors (see ``kernels.backend``); ``backend=
 choice. Checks look at shapes only, never at values, so that no op waits for the device.
 
 Shape axes: T tokens, H query heads, Hkv key heads, D head size, P projections sharing one input.
+Caches are of the activations' dtype, or float8_e4m3fn with ``scales``.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from kernels.backend import Backend, implementation
-from kernels.metadata import AttentionBatch, LoRABatch
+from kernels.checks import check_attention, check_lora, check_outputs, check_store, require
+from kernels.metadata import AttentionBatch, KVScales, LoRABatch
 
 
 def linear(
@@ -28,7 +30,7 @@ def linear(
     bias     [out]
     returns  [T, out]     new tensor
     """
-    _require(x.shape[-1] == weight.shape[1], "linear", x, weight)
+    require(x.shape[-1] == weight.shape[1], "linear", x, weight)
     result: torch.Tensor = implementation("linear", x.device.type, backend)(x, weight, bias)
     return result
 
@@ -50,7 +52,7 @@ def linear_multi(
     if len(weights) != len(biases):
         raise ValueError(f"{len(weights)} weights, {len(biases)} biases")
     for weight in weights:
-        _require(x.shape[-1] == weight.shape[1], "linear_multi", x, weight)
+        require(x.shape[-1] == weight.shape[1], "linear_multi", x, weight)
     run = implementation("linear_multi", x.device.type, backend)
     results: list[torch.Tensor] = run(x, weights, biases)
     return results
@@ -72,8 +74,8 @@ def apply_rope(
     key       [T, Hkv, D]    changed
     cos, sin  [T, D]         same dtype
     """
-    _require(query.shape[::2] == cos.shape == sin.shape, "apply_rope", query, cos)
-    _require(key.shape[::2] == cos.shape, "apply_rope", key, cos)
+    require(query.shape[::2] == cos.shape == sin.shape, "apply_rope", query, cos)
+    require(key.shape[::2] == cos.shape, "apply_rope", key, cos)
     if query.shape[0]:
         implementation("apply_rope", query.device.type, backend)(query, key, cos, sin)
 
@@ -87,7 +89,7 @@ def rms_norm(
     weight   [hidden]
     returns  [T, hidden]    new tensor
     """
-    _require(x.shape[-1:] == weight.shape, "rms_norm", x, weight)
+    require(x.shape[-1:] == weight.shape, "rms_norm", x, weight)
     result: torch.Tensor = implementation("rms_norm", x.device.type, backend)(x, weight, eps)
     return result
 
@@ -107,8 +109,8 @@ def add_rms_norm(
     weight   [hidden]
     returns  [T, hidden]    new tensor
     """
-    _require(stream.shape == update.shape, "add_rms_norm", stream, update)
-    _require(stream.shape[-1:] == weight.shape, "add_rms_norm", stream, weight)
+    require(stream.shape == update.shape, "add_rms_norm", stream, update)
+    require(stream.shape[-1:] == weight.shape, "add_rms_norm", stream, weight)
     run = implementation("add_rms_norm", stream.device.type, backend)
     result: torch.Tensor = run(stream, update, weight, eps)
     return result
@@ -118,7 +120,7 @@ def silu_and_mul(
     gate: torch.Tensor, up: torch.Tensor, *, backend: Backend | None = None
 ) -> torch.Tensor:
     """Return ``silu(gate) * up``; both [T, n]."""
-    _require(gate.shape == up.shape, "silu_and_mul", gate, up)
+    require(gate.shape == up.shape, "silu_and_mul", gate, up)
     result: torch.Tensor = implementation("silu_and_mul", gate.device.type, backend)(gate, up)
     return result
 
@@ -130,6 +132,7 @@ def store_kv(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     *,
+    scales: KVScales | None = None,
     backend: Backend | None = None,
 ) -> None:
     """Write each token's key and value into the paged cache, in place.
@@ -137,14 +140,44 @@ def store_kv(
     key, value                [T, Hkv, D]
     key_cache, value_cache    [num_blocks, block_size, Hkv, D]    changed
     slot_mapping              [T] int64    block * block_size + offset; -1 writes nothing
+    scales                    changed: a vector's largest magnitude over 448, so that it is
+                              quantised by itself whatever the others are
     """
-    _require(key.shape == value.shape, "store_kv", key, value)
-    _require(key.shape[1:] == key_cache.shape[2:], "store_kv", key, key_cache)
-    _require(key_cache.shape == value_cache.shape, "store_kv", key_cache, value_cache)
-    _require(slot_mapping.shape == key.shape[:1], "store_kv", slot_mapping, key)
+    check_store(key, value, key_cache, value_cache, slot_mapping, scales)
     if key.shape[0]:
-        run = implementation("store_kv", key.device.type, backend)
-        run(key, value, key_cache, value_cache, slot_mapping)
+        run = implementation("store_kv", key.device.type, _with_scales(key, scales, backend))
+        run(key, value, key_cache, value_cache, slot_mapping, **_options(scales))
+
+
+def rope_and_store_kv(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    scales: KVScales | None = None,
+    backend: Backend | None = None,
+) -> None:
+    """Do what `apply_rope` and `store_kv` do, in one launch where Triton runs.
+
+    query     [T, H, D]      changed: rotated
+    key       [T, Hkv, D]    undefined afterwards
+    rotary    cos and sin, [T, D]
+    """
+    cos, sin = rotary
+    if backend in (None, "cpu") and query.device.type == "cpu":
+        apply_rope(query, key, cos, sin, backend=backend)
+        store_kv(key, value, key_cache, value_cache, slot_mapping, scales=scales, backend=backend)
+        return
+    require(query.shape[::2] == cos.shape == sin.shape, "rope_and_store_kv", query, cos)
+    check_store(key, value, key_cache, value_cache, slot_mapping, scales)
+    if query.shape[0]:
+        run = implementation("rope_and_store_kv", query.device.type, backend)
+        caches = (key_cache, value_cache)
+        run(query, key, value, rotary, *caches, slot_mapping, **_options(scales))
 
 
 def paged_decode(
@@ -156,6 +189,7 @@ def paged_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    scales: KVScales | None = None,
     backend: Backend | None = None,
 ) -> torch.Tensor:
     """Attend from the single new token of each decode to its whole context.
@@ -167,13 +201,13 @@ def paged_decode(
     `window` w limits a token to the last w positions including its own. `soft_cap` c bounds the
     scaled scores by ``c * tanh(score / c)``.
     """
-    _check_attention(query, key_cache, value_cache, window)
+    check_attention(query, key_cache, value_cache, scales, window)
     if query.shape[0] != batch.num_decodes:
         raise ValueError(f"{query.shape[0]} query rows for {batch.num_decodes} decodes")
     if not query.shape[0]:
         return torch.empty_like(query)
-    run = implementation("paged_decode", query.device.type, backend)
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    run = implementation("paged_decode", query.device.type, _with_scales(query, scales, backend))
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, **_options(scales)}
     result: torch.Tensor = run(query, key_cache, value_cache, batch, **options)
     return result
 
@@ -187,6 +221,7 @@ def paged_prefill(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    scales: KVScales | None = None,
     backend: Backend | None = None,
 ) -> torch.Tensor:
     """Attend causally from the tokens after the decodes; their keys are already in the cache.
@@ -194,13 +229,13 @@ def paged_prefill(
     query      [T - num_decodes, H, D]    tokens of the sequences after the decodes
     returns    [T - num_decodes, H, D]    new tensor
 
-    See `paged_decode` for the caches, `window` and `soft_cap`.
+    See `paged_decode` for the rest.
     """
-    _check_attention(query, key_cache, value_cache, window)
+    check_attention(query, key_cache, value_cache, scales, window)
     if not query.shape[0]:
         return torch.empty_like(query)
-    run = implementation("paged_prefill", query.device.type, backend)
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    run = implementation("paged_prefill", query.device.type, _with_scales(query, scales, backend))
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, **_options(scales)}
     result: torch.Tensor = run(query, key_cache, value_cache, batch, **options)
     return result
 
@@ -214,6 +249,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    scales: KVScales | None = None,
     backend: Backend | None = None,
 ) -> torch.Tensor:
     """Attend causally from every token of a mixed batch: `paged_decode` and `paged_prefill`.
@@ -234,6 +270,7 @@ def paged_attention(
                     scale=scale,
                     window=window,
                     soft_cap=soft_cap,
+                    scales=scales,
                     backend=backend,
                 )
             )
@@ -260,7 +297,7 @@ def lora_shrink(
     returns    [P, T, max_active_rank] float32, new tensor. Undefined for tokens of the base model
                and past the adapter's rank.
     """
-    _check_lora(x, lora_a, ranks, batch)
+    check_lora(x, lora_a, ranks, batch)
     if not (x.shape[0] and batch.max_active_rank):
         shape = (lora_a.shape[0], x.shape[0], batch.max_active_rank)
         return x.new_empty(shape, dtype=torch.float32)
@@ -275,21 +312,26 @@ def lora_expand(
     ranks: torch.Tensor,
     batch: LoRABatch,
     ys: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor] | None = None,
     *,
     backend: Backend | None = None,
 ) -> None:
     """Add each token's low-rank update to every projection's output, in place.
 
         ys[p][t] += mid[p, t] @ lora_b[p][slot(t)]
+        ys[p][t] = ys[p][t] * scales[p][slot(t), 0] + scales[p][slot(t), 1]    with scales
 
     mid        [P, T, max_active_rank] float32, from `lora_shrink`
     lora_b     P of [slots, max_rank, out_p]    rows past a slot's rank are never read
     ranks      [P, slots] int32
     ys         P of [T, out_p]                  changed; rows of the base model are untouched
+    scales     P of [slots or more, 2, out_p] float32    applied before the result is rounded, also
+               where the rank is 0
     """
-    _check_outputs(mid.shape[0], lora_b, ys, batch)
-    if mid.shape[1] and mid.shape[2]:
-        implementation("lora_expand", mid.device.type, backend)(mid, lora_b, ranks, batch, ys)
+    check_outputs(mid.shape[0], lora_b, ys, batch, scales)
+    if mid.shape[1] and (mid.shape[2] or scales is not None):
+        run = implementation("lora_expand", mid.device.type, _with_scales(mid, scales, backend))
+        run(mid, lora_b, ranks, batch, ys, *_tables(scales))
 
 
 def lora_apply(
@@ -299,58 +341,53 @@ def lora_apply(
     ranks: torch.Tensor,
     batch: LoRABatch,
     ys: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor] | None = None,
     *,
     backend: Backend | None = None,
 ) -> None:
-    """Add the adapters' updates for input x to ys, in place: `lora_shrink`, then `lora_expand`.
+    """Add the adapters' updates for input x to ys, in place: `lora_shrink`, then `lora_expand`."""
+    check_lora(x, lora_a, ranks, batch)
+    check_outputs(lora_a.shape[0], lora_b, ys, batch, scales)
+    if x.shape[0] and (batch.max_active_rank or scales is not None):
+        run = implementation("lora_apply", x.device.type, _with_scales(x, scales, backend))
+        run(x, lora_a, lora_b, ranks, batch, ys, *_tables(scales))
 
-    On a CPU both are one call, so that the intermediate stays in cache; elsewhere they are one
-    launch each.
+
+def sample_tokens(
+    logits: torch.Tensor,
+    params: torch.Tensor,
+    seeds: torch.Tensor,
+    *,
+    backend: Backend | None = None,
+) -> torch.Tensor:
+    """Choose a token for each row; nothing of it waits for the host.
+
+    logits   [R, vocab] float32
+    params   [R, 4] float32    temperature, top_k, top_p, min_p; 0, 0, 1 and 0 switch each off, and
+             temperature 0 takes the most likely token
+    seeds    [R] int64         the only source of a row's random numbers, in 0..2**62
+    returns  [R] int64         -1 where the row has NaN, or no finite largest value
+
+    Of equally likely tokens the first ones count as more likely. What is left after min_p, top_k
+    and top_p, in this order, is drawn from: the largest of ``logits / temperature + Gumbel noise``.
     """
-    _check_lora(x, lora_a, ranks, batch)
-    _check_outputs(lora_a.shape[0], lora_b, ys, batch)
-    if not (x.shape[0] and batch.max_active_rank):
-        return
-    if backend == "triton" or x.device.type != "cpu":
-        mid = lora_shrink(x, lora_a, ranks, batch, backend=backend)
-        lora_expand(mid, lora_b, ranks, batch, ys, backend=backend)
-        return
-    implementation("lora_apply", x.device.type, backend)(x, lora_a, lora_b, ranks, batch, ys)
+    require(params.shape == (logits.shape[0], 4), "sample_tokens", logits, params)
+    require(seeds.shape == logits.shape[:1], "sample_tokens", logits, seeds)
+    if not logits.shape[0]:
+        return seeds.clone()
+    run = implementation("sample_tokens", logits.device.type, backend)
+    result: torch.Tensor = run(logits, params, seeds)
+    return result
 
 
-def _check_attention(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, window: int | None
-) -> None:
-    _require(key_cache.shape == value_cache.shape, "paged attention", key_cache, value_cache)
-    _require(query.shape[2] == key_cache.shape[3], "paged attention", query, key_cache)
-    _require(query.shape[1] % key_cache.shape[2] == 0, "paged attention", query, key_cache)
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")
+def _with_scales(x: torch.Tensor, scales: object | None, backend: Backend | None) -> Backend | None:
+    """Return the backend: the C++ extension knows neither quantised caches nor scaled outputs."""
+    return "torch" if scales is not None and x.device.type == "cpu" and not backend else backend
 
 
-def _check_lora(
-    x: torch.Tensor, lora_a: torch.Tensor, ranks: torch.Tensor, batch: LoRABatch
-) -> None:
-    _require(x.shape[1] == lora_a.shape[3], "lora", x, lora_a)
-    _require(ranks.shape == lora_a.shape[:2], "lora", ranks, lora_a)
-    _require(batch.token_slots.shape == x.shape[:1], "lora", batch.token_slots, x)
+def _options(scales: KVScales | None) -> dict[str, KVScales]:
+    return {} if scales is None else {"scales": scales}
 
 
-def _check_outputs(
-    num_projections: int,
-    lora_b: Sequence[torch.Tensor],
-    ys: Sequence[torch.Tensor],
-    batch: LoRABatch,
-) -> None:
-    if not len(lora_b) == len(ys) == num_projections:
-        raise ValueError(
-            f"{num_projections} projections, {len(lora_b)} lora_b tensors, {len(ys)} outputs"
-        )
-    for b, y in zip(lora_b, ys, strict=True):
-        _require(y.shape[1] == b.shape[2], "lora", y, b)
-        _require(batch.token_slots.shape == y.shape[:1], "lora", batch.token_slots, y)
-
-
-def _require(condition: bool, op: str, left: torch.Tensor, right: torch.Tensor) -> None:
-    if not condition:
-        raise ValueError(f"{op}: shapes {tuple(left.shape)} and {tuple(right.shape)} do not fit")
+def _tables(scales: Sequence[torch.Tensor] | None) -> tuple[Sequence[torch.Tensor], ...]:
+    return () if scales is None else (scales,)

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from kernels import tuning
-from kernels.flash import page_offsets, score_factors, scores, update
-from kernels.metadata import AttentionBatch
+from kernels.flash import load_vectors, score_factors, scores, update, vector_indices
+from kernels.metadata import AttentionBatch, KVScales
 
 
 @triton.jit
@@ -19,6 +19,8 @@ def _decode_kernel(
     query_ptr,
     key_cache_ptr,
     value_cache_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     block_tables_ptr,
     context_lens_ptr,
     out_ptr,
@@ -35,6 +37,7 @@ def _decode_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SPLITS: tl.constexpr,
+    FP8: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CONTEXT: tl.constexpr,
     BLOCK_HEAD: tl.constexpr,
@@ -66,16 +69,19 @@ def _decode_kernel(
     for first in range(start, end, BLOCK_CONTEXT):
         positions = first + tl.arange(0, BLOCK_CONTEXT)
         visible = positions < end
-        offsets = page_offsets(
-            block_table_ptr, positions, visible, kv_head, PAGE, KV_HEADS, HEAD_SIZE
+        vectors = vector_indices(block_table_ptr, positions, visible, kv_head, PAGE, KV_HEADS)
+        keys, key_scales = load_vectors(
+            key_cache_ptr, key_scales_ptr, vectors, visible, dims, query, HEAD_SIZE, FP8
         )
-        offsets = offsets[:, None] + dims[None, :]
-        mask = visible[:, None] & (dims < HEAD_SIZE)[None, :]
-        keys = tl.load(key_cache_ptr + offsets, mask=mask, other=0.0)
-        block_scores = scores(query, keys, factor, cap_factor, SOFT_CAP)
+        factors = factor
+        if FP8:
+            factors = factor * key_scales[None, :]
+        block_scores = scores(query, keys, factors, cap_factor, SOFT_CAP)
         block_scores = tl.where(visible[None, :], block_scores, float("-inf"))
-        values = tl.load(value_cache_ptr + offsets, mask=mask, other=0.0)
-        m, l, acc = update(block_scores, values, m, l, acc)  # noqa: E741
+        values, value_scales = load_vectors(
+            value_cache_ptr, value_scales_ptr, vectors, visible, dims, query, HEAD_SIZE, FP8
+        )
+        m, l, acc = update(block_scores, values, value_scales, m, l, acc, FP8)  # noqa: E741
 
     # An empty context or part has l = 0 and gives zeros.
     total = tl.where(l == 0.0, 1.0, l)
@@ -120,6 +126,7 @@ def paged_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Launch one program per decode, key head and part of the context; see `kernels.ops`."""
     if not (key_cache.is_contiguous() and value_cache.is_contiguous()) or query.stride(2) != 1:
@@ -137,10 +144,13 @@ def paged_decode(
     if splits > 1:
         parts = out.new_empty(num_decodes, num_heads, splits, head_size, dtype=torch.float32)
         log_sums = out.new_empty(num_decodes, num_heads, splits, dtype=torch.float32)
+    caches = (key_cache, value_cache)
+    if scales is not None:
+        caches = (key_cache.view(torch.uint8), value_cache.view(torch.uint8))
     _decode_kernel[(num_decodes, kv_heads, splits)](
         query,
-        key_cache,
-        value_cache,
+        *caches,
+        *((scales.key, scales.value) if scales is not None else caches),
         batch.block_tables,
         batch.context_lens,
         parts,
@@ -156,6 +166,7 @@ def paged_decode(
         WINDOW=window or 0,
         SOFT_CAP=soft_cap is not None,
         SPLITS=splits,
+        FP8=scales is not None,
         BLOCK_ROWS=max(config.block_rows, tuning.next_power_of_two(num_heads // kv_heads)),
         BLOCK_CONTEXT=config.block_context,
         BLOCK_HEAD=tuning.pad_head_size(head_size),

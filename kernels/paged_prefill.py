@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from kernels import tuning
-from kernels.flash import page_offsets, score_factors, scores, update
-from kernels.metadata import AttentionBatch
+from kernels.flash import load_vectors, score_factors, scores, update, vector_indices
+from kernels.metadata import AttentionBatch, KVScales
 from kernels.tiles import find_run, num_tiles
 
 
@@ -27,6 +27,8 @@ def _attend_range(
     end,
     key_cache_ptr,
     value_cache_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     block_table_ptr,
     kv_head,
     factor,
@@ -37,29 +39,32 @@ def _attend_range(
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    FP8: tl.constexpr,
     BLOCK_CONTEXT: tl.constexpr,
     BLOCK_HEAD: tl.constexpr,
 ):
     """Fold positions start..end into the softmax; unless MASKED every row sees all of them."""
     dims = tl.arange(0, BLOCK_HEAD)
-    dim_mask = (dims < HEAD_SIZE)[None, :]
     for first in range(start, end, BLOCK_CONTEXT):
         positions = first + tl.arange(0, BLOCK_CONTEXT)
         in_range = positions < end
-        offsets = page_offsets(
-            block_table_ptr, positions, in_range, kv_head, PAGE, KV_HEADS, HEAD_SIZE
+        vectors = vector_indices(block_table_ptr, positions, in_range, kv_head, PAGE, KV_HEADS)
+        keys, key_scales = load_vectors(
+            key_cache_ptr, key_scales_ptr, vectors, in_range, dims, query, HEAD_SIZE, FP8
         )
-        offsets = offsets[:, None] + dims[None, :]
-        mask = in_range[:, None] & dim_mask
-        keys = tl.load(key_cache_ptr + offsets, mask=mask, other=0.0)
-        block_scores = scores(query, keys, factor, cap_factor, SOFT_CAP)
+        factors = factor
+        if FP8:
+            factors = factor * key_scales[None, :]
+        block_scores = scores(query, keys, factors, cap_factor, SOFT_CAP)
         if MASKED:
             visible = positions[None, :] <= query_positions[:, None]
             if WINDOW > 0:
                 visible = visible & (positions[None, :] > query_positions[:, None] - WINDOW)
             block_scores = tl.where(visible, block_scores, float("-inf"))
-        values = tl.load(value_cache_ptr + offsets, mask=mask, other=0.0)
-        m, l, acc = update(block_scores, values, m, l, acc)  # noqa: E741
+        values, value_scales = load_vectors(
+            value_cache_ptr, value_scales_ptr, vectors, in_range, dims, query, HEAD_SIZE, FP8
+        )
+        m, l, acc = update(block_scores, values, value_scales, m, l, acc, FP8)  # noqa: E741
     return m, l, acc
 
 
@@ -68,6 +73,8 @@ def _prefill_kernel(
     query_ptr,
     key_cache_ptr,
     value_cache_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     block_tables_ptr,
     query_starts_ptr,
     context_lens_ptr,
@@ -85,6 +92,7 @@ def _prefill_kernel(
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    FP8: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CONTEXT: tl.constexpr,
@@ -125,13 +133,15 @@ def _prefill_kernel(
     else:
         m, l, acc = _attend_range(  # noqa: E741
             query, tokens + position_offset, m, l, acc, 0, masked_start,
-            key_cache_ptr, value_cache_ptr, block_table_ptr, kv_head, factor, cap_factor,
-            False, KV_HEADS, HEAD_SIZE, PAGE, WINDOW, SOFT_CAP, BLOCK_CONTEXT, BLOCK_HEAD,
+            key_cache_ptr, value_cache_ptr, key_scales_ptr, value_scales_ptr, block_table_ptr,
+            kv_head, factor, cap_factor,
+            False, KV_HEADS, HEAD_SIZE, PAGE, WINDOW, SOFT_CAP, FP8, BLOCK_CONTEXT, BLOCK_HEAD,
         )  # fmt: skip
     m, l, acc = _attend_range(  # noqa: E741
         query, tokens + position_offset, m, l, acc, masked_start, end,
-        key_cache_ptr, value_cache_ptr, block_table_ptr, kv_head, factor, cap_factor,
-        True, KV_HEADS, HEAD_SIZE, PAGE, WINDOW, SOFT_CAP, BLOCK_CONTEXT, BLOCK_HEAD,
+        key_cache_ptr, value_cache_ptr, key_scales_ptr, value_scales_ptr, block_table_ptr,
+        kv_head, factor, cap_factor,
+        True, KV_HEADS, HEAD_SIZE, PAGE, WINDOW, SOFT_CAP, FP8, BLOCK_CONTEXT, BLOCK_HEAD,
     )  # fmt: skip
 
     # Rows past the tile's tokens may have seen nothing; they are not stored.
@@ -150,6 +160,7 @@ def paged_prefill(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Launch one program per tile and key head; see `kernels.ops`."""
     if not (key_cache.is_contiguous() and value_cache.is_contiguous()) or query.stride(2) != 1:
@@ -162,10 +173,13 @@ def paged_prefill(
     tile_tokens = block_rows // groups
     num_sequences = batch.context_lens.shape[0] - batch.num_decodes
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    caches = (key_cache, value_cache)
+    if scales is not None:
+        caches = (key_cache.view(torch.uint8), value_cache.view(torch.uint8))
     _prefill_kernel[(num_tiles(num_sequences, num_tokens, tile_tokens), kv_heads)](
         query,
-        key_cache,
-        value_cache,
+        *caches,
+        *((scales.key, scales.value) if scales is not None else caches),
         batch.block_tables[batch.num_decodes :],
         batch.query_starts[batch.num_decodes :],
         batch.context_lens[batch.num_decodes :],
@@ -182,6 +196,7 @@ def paged_prefill(
         PAGE=page,
         WINDOW=window or 0,
         SOFT_CAP=soft_cap is not None,
+        FP8=scales is not None,
         TILE_TOKENS=tile_tokens,
         BLOCK_ROWS=block_rows,
         BLOCK_CONTEXT=config.block_context,

@@ -8,7 +8,11 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.metadata import AttentionBatch, LoRABatch
+from kernels.gumbel import gumbel_noise
+from kernels.metadata import AttentionBatch, KVScales, LoRABatch
+
+# The largest float8_e4m3fn.
+_MAX_E4M3 = 448.0
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -64,14 +68,43 @@ def store_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    scales: KVScales | None = None,
 ) -> None:
     """Write each token's key and value at its flat position; -1 writes nothing."""
     block_size = key_cache.shape[1]
     for token, position in enumerate(slot_mapping.tolist()):
         if position >= 0:
             block, offset = divmod(position, block_size)
-            key_cache[block, offset] = key[token]
-            value_cache[block, offset] = value[token]
+            if scales is None:
+                key_cache[block, offset] = key[token]
+                value_cache[block, offset] = value[token]
+                continue
+            key_cache[block, offset], scales.key[block, offset] = quantise(key[token])
+            value_cache[block, offset], scales.value[block, offset] = quantise(value[token])
+
+
+def quantise(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [..., D] in float8_e4m3fn, and the [...] float32 that it must be multiplied by."""
+    largest = vectors.float().abs().amax(-1)
+    scales = (largest / _MAX_E4M3).masked_fill(largest == 0, 1.0)
+    return (vectors.float() / scales[..., None]).to(torch.float8_e4m3fn), scales
+
+
+def rope_and_store_kv(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    scales: KVScales | None = None,
+) -> None:
+    """Rotate, then write."""
+    apply_rope(query, key, *rotary)
+    store_kv(key, value, key_cache, value_cache, slot_mapping, scales=scales)
 
 
 def paged_decode(
@@ -83,13 +116,15 @@ def paged_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Attend from the one new token of each decode."""
     out = torch.zeros_like(query)
     for sequence in range(batch.num_decodes):
         context_len = int(batch.context_lens[sequence])
-        keys = _read_cache(key_cache, batch, sequence, context_len)
-        values = _read_cache(value_cache, batch, sequence, context_len)
+        tables = (None, None) if scales is None else (scales.key, scales.value)
+        keys = _read_cache(key_cache, tables[0], batch, sequence, context_len)
+        values = _read_cache(value_cache, tables[1], batch, sequence, context_len)
         out[sequence] = _attend(query[sequence], keys, values, scale, window, soft_cap)
     return out
 
@@ -103,14 +138,16 @@ def paged_prefill(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Attend from each token after the decodes to its sequence's context up to itself."""
     out = torch.zeros_like(query)
     starts = batch.query_starts.tolist()
     for sequence in range(batch.num_decodes, len(starts) - 1):
         context_len = int(batch.context_lens[sequence])
-        keys = _read_cache(key_cache, batch, sequence, context_len)
-        values = _read_cache(value_cache, batch, sequence, context_len)
+        tables = (None, None) if scales is None else (scales.key, scales.value)
+        keys = _read_cache(key_cache, tables[0], batch, sequence, context_len)
+        values = _read_cache(value_cache, tables[1], batch, sequence, context_len)
         num_new = starts[sequence + 1] - starts[sequence]
         for index in range(num_new):
             row = starts[sequence] - batch.num_decodes + index
@@ -120,12 +157,19 @@ def paged_prefill(
 
 
 def _read_cache(
-    cache: torch.Tensor, batch: AttentionBatch, sequence: int, context_len: int
+    cache: torch.Tensor,
+    scales: torch.Tensor | None,
+    batch: AttentionBatch,
+    sequence: int,
+    context_len: int,
 ) -> torch.Tensor:
     """Return a sequence's keys or values as [context_len, heads, head_dim]."""
     num_blocks = -(-context_len // cache.shape[1])
     blocks = batch.block_tables[sequence, :num_blocks].long()
-    return cache[blocks].flatten(0, 1)[:context_len]
+    if scales is None:
+        return cache[blocks].flatten(0, 1)[:context_len]
+    vectors = cache.view(torch.uint8)[blocks].view(cache.dtype).float() * scales[blocks][..., None]
+    return vectors.flatten(0, 1)[:context_len]
 
 
 def _attend(
@@ -140,9 +184,10 @@ def _attend(
     if window is not None:
         keys, values = keys[-window:], values[-window:]
     groups = query.shape[0] // keys.shape[1]
-    wide_keys = _wide(keys).repeat_interleave(groups, dim=1)
-    wide_values = _wide(values).repeat_interleave(groups, dim=1)
-    scores = torch.einsum("hd,shd->hs", _wide(query), wide_keys) * scale
+    wide = _wide(query)
+    wide_keys = keys.to(wide.dtype).repeat_interleave(groups, dim=1)
+    wide_values = values.to(wide.dtype).repeat_interleave(groups, dim=1)
+    scores = torch.einsum("hd,shd->hs", wide, wide_keys) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     return torch.einsum("hs,shd->hd", scores.softmax(-1), wide_values).to(query.dtype)
@@ -169,6 +214,7 @@ def lora_expand(
     ranks: torch.Tensor,
     batch: LoRABatch,
     ys: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Add each token's update to its row of every projection's output, rounded once."""
     for token, slot in enumerate(batch.token_slots.tolist()):
@@ -176,7 +222,11 @@ def lora_expand(
             for projection, rank in enumerate(ranks[:, slot].tolist()):
                 row = ys[projection][token]
                 update = mid[projection, token, :rank] @ _wide(lora_b[projection][slot, :rank])
-                row.copy_(_wide(row) + update)
+                sums = _wide(row) + update
+                if scales is not None:
+                    scale, shift = scales[projection][slot].to(sums.dtype)
+                    sums = sums * scale + shift
+                row.copy_(sums)
 
 
 def lora_apply(
@@ -186,6 +236,36 @@ def lora_apply(
     ranks: torch.Tensor,
     batch: LoRABatch,
     ys: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Shrink, then expand."""
-    lora_expand(lora_shrink(x, lora_a, ranks, batch), lora_b, ranks, batch, ys)
+    lora_expand(lora_shrink(x, lora_a, ranks, batch), lora_b, ranks, batch, ys, scales)
+
+
+def sample_tokens(logits: torch.Tensor, params: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+    """Sort each row, cut it, and take the largest of what is left plus its noise."""
+    noise = gumbel_noise(seeds, logits.shape[1])
+    chosen = [
+        _sample_row(row, row_params, row_noise)
+        for row, row_params, row_noise in zip(logits, params.tolist(), noise, strict=True)
+    ]
+    return torch.tensor(chosen, dtype=torch.int64, device=logits.device)
+
+
+def _sample_row(logits: torch.Tensor, params: Sequence[float], noise: torch.Tensor) -> int:
+    temperature, top_k, top_p, min_p = params
+    if not logits.max().isfinite():
+        return -1
+    values, tokens = logits.double().sort(descending=True, stable=True)
+    if temperature == 0:
+        return int(tokens[0])
+    scaled = (values - values[0]) / temperature
+    probs = scaled.exp()
+    probs[probs < min_p] = 0
+    if top_k > 0:
+        probs[int(top_k) :] = 0
+    if top_p < 1:
+        before = probs.cumsum(0) - probs
+        probs[before >= top_p * probs.sum()] = 0
+    noisy = (scaled + noise[tokens]).masked_fill(probs == 0, -torch.inf)
+    return int(tokens[noisy.argmax()])

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.nn import functional
 
-from kernels.metadata import AttentionBatch, LoRABatch
+from kernels.gumbel import gumbel_noise
+from kernels.metadata import AttentionBatch, KVScales, LoRABatch
+from kernels.reference import quantise
 
 # Rows of queries that attend at once: bounds the score matrix for long prompts, and lets causal
 # attention skip the keys that none of the rows sees.
@@ -62,12 +64,40 @@ def store_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    scales: KVScales | None = None,
 ) -> None:
     """Scatter keys and values to their flat positions; -1 writes nothing."""
     tokens = (slot_mapping >= 0).nonzero().squeeze(1)
     positions = slot_mapping[tokens]
-    key_cache.flatten(0, 1).index_copy_(0, positions, key[tokens])
-    value_cache.flatten(0, 1).index_copy_(0, positions, value[tokens])
+    if scales is None:
+        key_cache.flatten(0, 1).index_copy_(0, positions, key[tokens])
+        value_cache.flatten(0, 1).index_copy_(0, positions, value[tokens])
+        return
+    for vectors, cache, table in (
+        (key, key_cache, scales.key),
+        (value, value_cache, scales.value),
+    ):
+        codes, found = quantise(vectors[tokens])
+        # Indexing knows no eight-bit floats.
+        cache.view(torch.uint8).flatten(0, 1)[positions] = codes.view(torch.uint8)
+        table.flatten(0, 1)[positions] = found
+
+
+def rope_and_store_kv(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    scales: KVScales | None = None,
+) -> None:
+    """Rotate, then write."""
+    apply_rope(query, key, *rotary)
+    store_kv(key, value, key_cache, value_cache, slot_mapping, scales=scales)
 
 
 def paged_decode(
@@ -79,6 +109,7 @@ def paged_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Gather every decode's context, padded to the longest, and attend with one masked softmax."""
     block_size, num_kv_heads = key_cache.shape[1:3]
@@ -95,8 +126,9 @@ def paged_decode(
     columns = columns.where(used, 0).clamp_(max=batch.block_tables.shape[1] - 1)
     blocks = batch.block_tables[: batch.num_decodes].long().gather(1, columns).where(used, 0)
 
-    keys = key_cache[blocks].flatten(1, 2).float()
-    values = value_cache[blocks].flatten(1, 2).float()
+    key_scales, value_scales = (None, None) if scales is None else (scales.key, scales.value)
+    keys = _read(key_cache, key_scales, blocks).flatten(1, 2)
+    values = _read(value_cache, value_scales, blocks).flatten(1, 2)
     hidden = ~visible
     values.masked_fill_(hidden[:, :, None, None], 0.0)
     head_size = query.shape[2]
@@ -116,16 +148,19 @@ def paged_prefill(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Gather each sequence's context once, then attend chunk by chunk of its queries."""
     out = torch.empty_like(query)
     block_size = key_cache.shape[1]
+    key_scales, value_scales = (None, None) if scales is None else (scales.key, scales.value)
     starts = batch.query_starts.tolist()
     for sequence in range(batch.num_decodes, len(starts) - 1):
         context_len = int(batch.context_lens[sequence])
         blocks = batch.block_tables[sequence, : -(-context_len // block_size)].long()
-        keys = key_cache[blocks].flatten(0, 1)[:context_len].float().permute(1, 2, 0)
-        values = value_cache[blocks].flatten(0, 1)[:context_len].float().transpose(0, 1)
+        keys = _read(key_cache, key_scales, blocks).flatten(0, 1)[:context_len].permute(1, 2, 0)
+        values = _read(value_cache, value_scales, blocks).flatten(0, 1)[:context_len]
+        values = values.transpose(0, 1)
         start, end = (bound - batch.num_decodes for bound in starts[sequence : sequence + 2])
         for first in range(start, end, _QUERY_CHUNK):
             last = min(first + _QUERY_CHUNK, end)
@@ -137,6 +172,14 @@ def paged_prefill(
                 query[first:last], keys[..., low:high], values[:, low:high], hidden, scale, soft_cap
             )
     return out
+
+
+def _read(cache: torch.Tensor, scales: torch.Tensor | None, blocks: torch.Tensor) -> torch.Tensor:
+    """Gather blocks [...] of a cache as float32 [..., block_size, Hkv, D]."""
+    if scales is None:
+        return cache[blocks].float()
+    codes = cache.view(torch.uint8)[blocks].view(cache.dtype)
+    return codes.float().mul_(scales[blocks][..., None])
 
 
 def _hidden(positions: torch.Tensor, low: int, high: int, window: int | None) -> torch.Tensor:
@@ -189,15 +232,20 @@ def lora_expand(
     ranks: torch.Tensor,
     batch: LoRABatch,
     ys: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Add the updates of each adapter's tokens with one product per projection."""
     for slot, tokens in _tokens_by_slot(batch):
         for projection, rank in enumerate(ranks[:, slot].tolist()):
-            if rank:
-                weight = lora_b[projection][slot, :rank].float()
-                y = ys[projection]
-                update = mid[projection, tokens, :rank] @ weight
-                y[tokens] = update.add_(y[tokens]).to(y.dtype)
+            if not rank and scales is None:
+                continue
+            weight = lora_b[projection][slot, :rank].float()
+            y = ys[projection]
+            sums = (mid[projection, tokens, :rank] @ weight).add_(y[tokens])
+            if scales is not None:
+                scale, shift = scales[projection][slot]
+                sums = torch.addcmul(shift, sums, scale)
+            y[tokens] = sums.to(y.dtype)
 
 
 def lora_apply(
@@ -207,9 +255,28 @@ def lora_apply(
     ranks: torch.Tensor,
     batch: LoRABatch,
     ys: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Shrink, then expand."""
-    lora_expand(lora_shrink(x, lora_a, ranks, batch), lora_b, ranks, batch, ys)
+    lora_expand(lora_shrink(x, lora_a, ranks, batch), lora_b, ranks, batch, ys, scales)
+
+
+def sample_tokens(logits: torch.Tensor, params: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+    """Sort all rows, cut them, and take the largest of what is left plus its noise."""
+    values, tokens = logits.double().sort(dim=-1, descending=True, stable=True)
+    temperature, top_k, top_p, min_p = params.double()[:, :, None].unbind(1)
+    is_greedy = temperature == 0
+    scaled = (values - values[:, :1]) / temperature.masked_fill(is_greedy, 1)
+    probs = scaled.exp()
+    probs = probs.masked_fill(probs < min_p, 0)
+    places = torch.arange(logits.shape[1], device=logits.device)
+    probs = probs.masked_fill((places >= top_k) & (top_k > 0), 0)
+    before = probs.cumsum(-1) - probs
+    probs = probs.masked_fill((before >= top_p * probs.sum(-1, keepdim=True)) & (top_p < 1), 0)
+    noisy = scaled + gumbel_noise(seeds, logits.shape[1]).gather(1, tokens)
+    best = noisy.masked_fill(probs == 0, -torch.inf).argmax(-1, keepdim=True)
+    chosen = tokens.gather(1, best.masked_fill(is_greedy, 0)).squeeze(1)
+    return chosen.masked_fill(~logits.amax(-1).isfinite(), -1)
 
 
 def _tokens_by_slot(batch: LoRABatch) -> Iterator[tuple[int, slice | torch.Tensor]]:

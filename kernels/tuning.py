@@ -1,118 +1,69 @@
-"""Block sizes of the Triton kernels: one table per kernel, and the choice among its rows.
+"""Which block sizes a launch uses: the choice among the rows of the device's table.
 
 Every choice is made from Python integers that the host already has, so none of them waits for the
-device. The tables are what ``kernels.aot`` compiles.
+device. Nothing is timed here: ``python -m kernels.tune`` does that, ahead of serving.
 """
 
 import dataclasses
 import functools
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import triton
 from triton.runtime.driver import driver
 
+from kernels.tuning_table import (
+    AttentionConfig,
+    BlockConfig,
+    LoRARowsConfig,
+    LoRATilesConfig,
+    TuningTable,
+    load_table,
+    table_for,
+)
+
 # Streaming multiprocessors assumed where no device can be asked (the interpreter).
 _DEFAULT_NUM_SMS = 132
+# The table of the interpreter, which has no device.
+_INTERPRETER_CLASS = "sm_80"
 # A split of a decode's context shorter than this costs more to merge than it saves.
 MIN_SPLIT_TOKENS = 128
 MAX_SPLITS = 64
+# Parts into which a shrink's inputs are cut at most: each is summed by every program that expands.
+MAX_SHRINK_SPLITS = 8
+# Input features below which a part costs more to add up than it saves.
+MIN_SPLIT_FEATURES = 256
 # Runs of a ragged batch that one search step compares.
 SEARCH = 512
 
-
-@dataclass(frozen=True, slots=True)
-class StoreKVConfig:
-    """Elements of one token that a program copies."""
-
-    block: int
-    num_warps: int
+_override: list[TuningTable] = []
 
 
-@dataclass(frozen=True, slots=True)
-class LoRARowsConfig:
-    """A LoRA kernel's program for one token: dot products on the vector units.
-
-    `block_rank` x `block_features` weights are in flight at once.
-    """
-
-    block_rank: int
-    block_features: int
-    num_warps: int
+def table() -> TuningTable:
+    """Return the table in use: that of the current device's class, read once per process."""
+    if _override:
+        return _override[-1]
+    if triton.knobs.runtime.interpret:
+        return load_table(_INTERPRETER_CLASS)
+    return _table_of(driver.active.get_current_device())
 
 
-@dataclass(frozen=True, slots=True)
-class LoRATilesConfig:
-    """A LoRA kernel's program for up to `block_tokens` tokens of one segment: matrix units."""
-
-    block_tokens: int
-    block_rank: int
-    block_features: int
-    num_warps: int
-    num_stages: int
+@functools.cache
+def _table_of(device: object) -> TuningTable:
+    """Return the current device's table; `device` is only its key."""
+    target = driver.active.get_current_target()
+    return table_for(target.backend, target.arch)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionConfig:
-    """Query rows (token x head) and context positions that an attention program holds."""
-
-    block_rows: int
-    block_context: int
-    num_warps: int
-    num_stages: int
-
-
-STORE_KV = StoreKVConfig(block=1024, num_warps=4)
-
-# One token: few programs exist, so each takes one rank row or a narrow stripe of the output; with
-# many tokens a program takes more, and reads the activations less often.
-SHRINK_ROWS = {
-    "few": LoRARowsConfig(block_rank=1, block_features=2048, num_warps=4),
-    "many": LoRARowsConfig(block_rank=4, block_features=1024, num_warps=4),
-}
-EXPAND_ROWS = {
-    "few": LoRARowsConfig(block_rank=16, block_features=128, num_warps=4),
-    "many": LoRARowsConfig(block_rank=8, block_features=512, num_warps=4),
-}
-SHRINK_TILES = {
-    "short": LoRATilesConfig(16, 16, 256, num_warps=4, num_stages=3),
-    "long": LoRATilesConfig(64, 32, 64, num_warps=4, num_stages=4),
-}
-EXPAND_TILES = {
-    "short": LoRATilesConfig(16, 16, 128, num_warps=4, num_stages=2),
-    "long": LoRATilesConfig(64, 32, 128, num_warps=4, num_stages=2),
-}
-
-# Keyed by the head size padded to a power of two.
-DECODE = {
-    16: AttentionConfig(16, 128, num_warps=4, num_stages=3),
-    32: AttentionConfig(16, 128, num_warps=4, num_stages=3),
-    64: AttentionConfig(16, 128, num_warps=4, num_stages=3),
-    128: AttentionConfig(16, 64, num_warps=4, num_stages=3),
-    256: AttentionConfig(16, 32, num_warps=4, num_stages=3),
-}
-PREFILL_SHORT = {
-    16: AttentionConfig(64, 64, num_warps=4, num_stages=3),
-    32: AttentionConfig(64, 64, num_warps=4, num_stages=3),
-    64: AttentionConfig(64, 64, num_warps=4, num_stages=3),
-    128: AttentionConfig(64, 64, num_warps=8, num_stages=2),
-    256: AttentionConfig(32, 32, num_warps=4, num_stages=2),
-}
-PREFILL_LONG = {
-    16: AttentionConfig(128, 64, num_warps=4, num_stages=3),
-    32: AttentionConfig(128, 64, num_warps=4, num_stages=3),
-    64: AttentionConfig(128, 64, num_warps=4, num_stages=3),
-    128: AttentionConfig(128, 64, num_warps=8, num_stages=2),
-    256: AttentionConfig(32, 32, num_warps=4, num_stages=2),
-}
-
-
-# For matrix units that take their operands from registers, which leaves fewer for the blocks.
-PREFILL_LONG_REGISTERS = {
-    **PREFILL_LONG,
-    64: AttentionConfig(128, 64, num_warps=8, num_stages=3),
-    128: AttentionConfig(128, 32, num_warps=8, num_stages=3),
-}
+@contextmanager
+def use_table(replacement: TuningTable) -> Iterator[None]:
+    """Launch with this table while the block runs: for the tuner and for tests."""
+    _override.append(replacement)
+    try:
+        yield
+    finally:
+        _override.pop()
 
 
 def pad_head_size(head_size: int) -> int:
@@ -123,6 +74,19 @@ def pad_head_size(head_size: int) -> int:
 def next_power_of_two(value: int) -> int:
     """Return the least power of two that is not below `value`."""
     return 1 << (value - 1).bit_length()
+
+
+def block(family: str) -> BlockConfig:
+    """Return the one row of an elementwise kernel."""
+    config: BlockConfig = table().row(family, "all")
+    return config
+
+
+def rms_norm(width: int) -> tuple[int, BlockConfig]:
+    """Return the padded width, and the row for it."""
+    padded = next_power_of_two(width)
+    name = "narrow" if padded <= 2048 else "wide" if padded <= 8192 else "widest"
+    return padded, table().row("rms_norm", name)
 
 
 def lora_by_rows(num_tokens: int, max_segment_len: int) -> bool:
@@ -136,35 +100,51 @@ def lora_by_rows(num_tokens: int, max_segment_len: int) -> bool:
 
 def shrink_rows(num_programs: int) -> LoRARowsConfig:
     """Choose by the programs that one rank row each would give."""
-    return SHRINK_ROWS["few" if num_programs <= 4 * _DEFAULT_NUM_SMS else "many"]
+    name = "few" if num_programs <= 4 * _DEFAULT_NUM_SMS else "many"
+    config: LoRARowsConfig = table().row("shrink_rows", name)
+    return config
 
 
-def expand_rows(num_programs: int) -> LoRARowsConfig:
+def expand_rows(num_tokens: int, widths: list[int]) -> LoRARowsConfig:
     """Choose by the programs that the wide stripes would give."""
-    return EXPAND_ROWS["few" if num_programs < 2 * _DEFAULT_NUM_SMS else "many"]
+    many: LoRARowsConfig = table().row("expand_rows", "many")
+    num_programs = num_tokens * sum(-(-width // many.block_features) for width in widths)
+    if num_programs >= 2 * _DEFAULT_NUM_SMS:
+        return many
+    few: LoRARowsConfig = table().row("expand_rows", "few")
+    return few
 
 
 def shrink_tiles(max_segment_len: int) -> LoRATilesConfig:
     """Choose by the longest segment."""
-    return SHRINK_TILES["short" if max_segment_len <= 256 else "long"]
+    name = "short" if max_segment_len <= 256 else "long"
+    config: LoRATilesConfig = table().row("shrink_tiles", name)
+    return config
 
 
 def expand_tiles(max_segment_len: int) -> LoRATilesConfig:
     """Choose by the longest segment."""
-    return EXPAND_TILES["short" if max_segment_len <= 64 else "long"]
+    name = "short" if max_segment_len <= 64 else "long"
+    config: LoRATilesConfig = table().row("expand_tiles", name)
+    return config
+
+
+def shrink_splits(num_programs: int, in_size: int, device: torch.device) -> int:
+    """Return into how many parts the inputs are cut so that `num_programs` fill the device."""
+    wanted = 2 * _num_sms(device) // max(num_programs, 1)
+    allowed = min(in_size // MIN_SPLIT_FEATURES, MAX_SHRINK_SPLITS)
+    return _floor_power_of_two(min(wanted, allowed))
 
 
 def decode_config(head_size: int, element_size: int) -> AttentionConfig:
     """Choose by head size: a decode streams its context whatever else the batch holds."""
-    return _fit_elements(DECODE[pad_head_size(head_size)], element_size)
+    return _fit_elements(table().row("decode", str(pad_head_size(head_size))), element_size)
 
 
 def prefill_config(head_size: int, max_query_rows: int, element_size: int) -> AttentionConfig:
     """Choose by head size and by the query rows of the longest sequence."""
-    table = PREFILL_LONG if _feeds_matrix_units_from_shared_memory() else PREFILL_LONG_REGISTERS
-    if max_query_rows <= 64:
-        table = PREFILL_SHORT
-    return _fit_elements(table[pad_head_size(head_size)], element_size)
+    family = "prefill_short" if max_query_rows <= 64 else "prefill_long"
+    return _fit_elements(table().row(family, str(pad_head_size(head_size))), element_size)
 
 
 def _fit_elements(config: AttentionConfig, element_size: int) -> AttentionConfig:
@@ -182,9 +162,12 @@ def decode_splits(num_programs: int, max_context_len: int, device: torch.device)
     """Return into how many parts each context is split so that `num_programs` fill the device."""
     wanted = 2 * _num_sms(device) // max(num_programs, 1)
     allowed = -(-max_context_len // MIN_SPLIT_TOKENS)
-    splits = max(1, min(wanted, allowed, MAX_SPLITS))
-    # Powers of two: one compiled kernel for many context lengths.
-    return 1 << (splits.bit_length() - 1)
+    return _floor_power_of_two(min(wanted, allowed, MAX_SPLITS))
+
+
+def _floor_power_of_two(value: int) -> int:
+    """Return the largest power of two up to `value`: one compiled kernel for many values."""
+    return 1 << (max(value, 1).bit_length() - 1)
 
 
 @functools.cache
@@ -192,11 +175,3 @@ def _num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return _DEFAULT_NUM_SMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _feeds_matrix_units_from_shared_memory() -> bool:
-    """Return whether the current device is Hopper or later."""
-    if triton.knobs.runtime.interpret:
-        return False
-    target = driver.active.get_current_target()
-    return bool(target.backend == "cuda" and target.arch >= 90)

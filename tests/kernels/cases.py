@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from kernels.backend import Backend, is_available
 from kernels.metadata import AttentionBatch, LoRABatch
@@ -24,7 +25,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-def backends(op: str, *, interpreted: torch.dtype = torch.float32) -> list[object]:
+def backends(op: str, *, interpreted: torch.dtype = torch.float32) -> list[ParameterSet]:
     """Return a parameter for each backend and dtype that this process can test `op` with.
 
     Triton needs a GPU, or a process that was started for its interpreter. Such a process tests
@@ -40,7 +41,7 @@ def backends(op: str, *, interpreted: torch.dtype = torch.float32) -> list[objec
     return [_parameter(op, *choice) for choice in choices]
 
 
-def _parameter(op: str, backend: Backend, dtype: torch.dtype) -> object:
+def _parameter(op: str, backend: Backend, dtype: torch.dtype) -> ParameterSet:
     missing = not is_available(backend, op)
     marks = [pytest.mark.skip(reason=f"backend {backend} is not built")] if missing else []
     name = f"{backend}-{str(dtype).removeprefix('torch.')}"

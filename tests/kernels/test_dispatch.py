@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kernels import backend, ops, torch_ops
+from kernels.metadata import KVScales
 from tests.kernels.cases import AttentionInputs, attention_inputs, lora_inputs
 
 
@@ -31,8 +32,27 @@ def test_unknown_backend_is_refused() -> None:
 
 
 def test_backend_without_the_op_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="cannot run silu_and_mul"):
-        ops.silu_and_mul(torch.ones(1, 1), torch.ones(1, 1), backend="triton")
+    with pytest.raises(RuntimeError, match="cannot run linear"):
+        ops.linear(torch.ones(1, 1), torch.ones(1, 1), backend="triton")
+
+
+def test_a_cpu_samples_with_torch() -> None:
+    assert backend.implementation("sample_tokens", "cpu", None) is torch_ops.sample_tokens
+
+
+def test_caches_and_scales_come_together() -> None:
+    kv = torch.zeros(1, 1, 4)
+    cache = torch.zeros(2, 4, 1, 4)
+    scales = KVScales(torch.zeros(2, 4, 1), torch.zeros(2, 4, 1))
+    slots = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="with scales=True"):
+        ops.store_kv(kv, kv, cache, cache, slots, scales=scales)
+    codes = cache.to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="with scales=False"):
+        ops.store_kv(kv, kv, codes, codes, slots)
+    with pytest.raises(ValueError, match="do not fit"):
+        narrow = KVScales(scales.key, scales.value[:, :2])
+        ops.store_kv(kv, kv, codes, codes, slots, scales=narrow)
 
 
 def test_importing_the_ops_imports_neither_triton_nor_the_extension() -> None:

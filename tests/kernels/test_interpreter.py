@@ -14,7 +14,15 @@ import pytest
 from tests.kernels.cases import INTERPRETED, ON_GPU
 
 HERE = Path(__file__).parent
-OP_TESTS = ["test_lora.py", "test_paged_attention.py", "test_store_kv.py"]
+OP_TESTS = [
+    "test_dense.py",
+    "test_fp8.py",
+    "test_lora.py",
+    "test_paged_attention.py",
+    "test_rope.py",
+    "test_sample_tokens.py",
+    "test_store_kv.py",
+]
 
 
 @pytest.mark.skipif(ON_GPU, reason="the op tests run the kernels on the GPU")

@@ -1,5 +1,7 @@
 """Every backend's LoRA ops against the reference in float64."""
 
+import random
+
 import pytest
 import torch
 
@@ -26,6 +28,14 @@ CASES = {
     "odd sizes": lora_inputs([(0, 1), (1, 3)], [[3, 7]], in_size=67, out_sizes=[129]),
     "a long prefill": lora_inputs([(0, 1), (1, 300)], [[4, 20]], in_size=40, out_sizes=[70]),
 }
+
+
+# The C++ extension leaves scales to torch.
+WITH_SCALES = [
+    parameter
+    for parameter in backends("lora_expand", interpreted=torch.float16)
+    if parameter.values[0] != "cpu"
+]
 
 
 @pytest.mark.parametrize("inputs", CASES.values(), ids=CASES.keys())
@@ -77,10 +87,79 @@ def test_apply_matches_reference(backend: Backend, dtype: torch.dtype, inputs: L
         assert_close(actual, expected, dtype)
 
 
-def apply(inputs: LoRAInputs, ys: list[torch.Tensor], backend: Backend) -> None:
+def apply(
+    inputs: LoRAInputs,
+    ys: list[torch.Tensor],
+    backend: Backend,
+    scales: list[torch.Tensor] | None = None,
+) -> None:
+    weights = (inputs.lora_a, inputs.lora_b, inputs.ranks)
+    ops.lora_apply(inputs.x, *weights, inputs.batch, ys, scales, backend=backend)
+
+
+@pytest.mark.parametrize(
+    "name", ["base tokens among decodes", "a projection not targeted", "ragged prefills"]
+)
+@pytest.mark.parametrize(("backend", "dtype"), WITH_SCALES)
+def test_outputs_are_scaled_and_shifted_before_they_are_rounded(
+    backend: Backend, dtype: torch.dtype, name: str
+) -> None:
+    inputs = CASES[name].to(dtype)
+    torch.manual_seed(0)
+    tables = [torch.randn(b.shape[0] + 1, 2, b.shape[2]) for b in inputs.lora_b]
+    wide = inputs.to(torch.float64)
+    apply(wide, wide.ys, "reference", tables)
+    there = inputs.to(dtype, device_of(backend))
+    apply(there, there.ys, backend, [table.to(there.x.device) for table in tables])
+    base = inputs.batch.token_slots < 0
+    for actual, expected, before in zip(there.ys, wide.ys, inputs.ys, strict=True):
+        assert_close(actual, expected, dtype)
+        assert torch.equal(actual.cpu()[base], before[base])
+
+
+def test_scales_without_being_asked_for_a_backend_run_on_a_cpu() -> None:
+    inputs = CASES["one token"].to(torch.float32)
+    tables = [torch.full((b.shape[0], 2, b.shape[2]), 2.0) for b in inputs.lora_b]
+    plain = [y.clone() for y in inputs.ys]
     ops.lora_apply(
-        inputs.x, inputs.lora_a, inputs.lora_b, inputs.ranks, inputs.batch, ys, backend=backend
+        inputs.x, inputs.lora_a, inputs.lora_b, inputs.ranks, inputs.batch, plain, backend="torch"
     )
+    ops.lora_apply(
+        inputs.x, inputs.lora_a, inputs.lora_b, inputs.ranks, inputs.batch, inputs.ys, tables
+    )
+    for actual, before in zip(inputs.ys, plain, strict=True):
+        torch.testing.assert_close(actual, before * 2 + 2)
+
+
+def generated(seed: int) -> LoRAInputs:
+    """Return a batch of random segments, ranks and sizes, none of them round."""
+    rng = random.Random(seed)
+    num_slots, projections = rng.randint(1, 5), rng.randint(1, 4)
+    longest = rng.choice([1, 1, 3, 40])
+    segments = [
+        (rng.randrange(-1, num_slots), rng.choice([0, 1, 1, rng.randint(1, longest)]))
+        for _ in range(rng.randint(1, 7))
+    ]
+    ranks = [
+        [rng.choice([0, 1, rng.randint(2, 33)]) for _ in range(num_slots)]
+        for _ in range(projections)
+    ]
+    widths = [rng.randint(1, 90) for _ in range(projections)]
+    # Wide enough in some for the inputs to be cut into parts.
+    in_size = rng.choice([rng.randint(1, 80), rng.randint(513, 1100)])
+    return lora_inputs(segments, ranks, in_size=in_size, out_sizes=widths)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(("backend", "dtype"), backends("lora_expand", interpreted=torch.float16))
+def test_generated_batches_match_reference(backend: Backend, dtype: torch.dtype, seed: int) -> None:
+    inputs = generated(seed).to(dtype)
+    wide = inputs.to(torch.float64)
+    apply(wide, wide.ys, "reference")
+    there = inputs.to(dtype, device_of(backend))
+    apply(there, there.ys, backend)
+    for actual, expected in zip(there.ys, wide.ys, strict=True):
+        assert_close(actual, expected, dtype)
 
 
 @pytest.mark.parametrize(("backend", "dtype"), backends("lora_expand", interpreted=torch.float16))

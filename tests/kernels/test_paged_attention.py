@@ -1,5 +1,6 @@
 """Every backend's paged attention against the reference in float64."""
 
+import random
 from typing import Any
 
 import pytest
@@ -53,8 +54,14 @@ def check(
     scale = inputs.query.shape[2] ** -0.5
     inputs = inputs.to(dtype)
     wide = inputs.to(torch.float64)
-    expected = getattr(reference, op)(
-        wide.query, wide.key_cache, wide.value_cache, wide.batch, scale=scale, **options
+    expected = getattr(ops, op)(
+        wide.query,
+        wide.key_cache,
+        wide.value_cache,
+        wide.batch,
+        scale=scale,
+        backend="reference",
+        **options,
     )
     there = inputs.to(dtype, device_of(backend))
     actual = getattr(ops, op)(
@@ -154,6 +161,32 @@ def test_query_may_be_a_view_of_a_wider_tensor(backend: Backend, dtype: torch.dt
         there.query, there.key_cache, there.value_cache, there.batch, scale=0.2, backend=backend
     )
     assert_close(actual, expected, dtype)
+
+
+def generated(seed: int) -> tuple[AttentionInputs, Options]:
+    """Return a mixed batch of random lengths and sizes, none of them round, and options."""
+    rng = random.Random(seed)
+    num_kv_heads = rng.randint(1, 3)
+    inputs = attention_inputs(
+        [rng.choice([0, 1, rng.randint(2, 70)]) for _ in range(rng.randint(0, 4))],
+        [
+            (context, rng.randint(0, context))
+            for context in (rng.randint(1, 60) for _ in range(rng.randint(0, 3)))
+        ],
+        num_heads=num_kv_heads * rng.choice([1, 2, 5]),
+        num_kv_heads=num_kv_heads,
+        head_size=rng.choice([16, 40, 112, 160]),
+        block_size=rng.choice([1, 4, 16]),
+    )
+    window = rng.choice([None, 1, rng.randint(2, 40)])
+    return inputs, {"window": window, "soft_cap": rng.choice([None, 3.0])}
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("backend", "dtype"), backends("paged_decode", interpreted=torch.float16))
+def test_generated_batches_match_reference(backend: Backend, dtype: torch.dtype, seed: int) -> None:
+    inputs, options = generated(seed)
+    check("paged_attention", inputs, backend, dtype, options)
 
 
 def test_reference_agrees_with_torch_attention() -> None:

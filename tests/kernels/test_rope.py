@@ -1,4 +1,4 @@
-"""apply_rope and linear_multi, the ops a fused decoder layer adds, against the reference."""
+"""The ops that a fused decoder layer adds, against the reference."""
 
 import pytest
 import torch
@@ -48,3 +48,38 @@ def test_linear_multi_is_linear_for_each_weight(backend: Backend, dtype: torch.d
         expected = ops.linear(x.double(), weight.double(), wide, backend="reference")
         assert actual.dtype == dtype
         assert_close(actual, expected, dtype)
+
+
+@pytest.mark.parametrize("mapping", [[3], [7, -1, 0, 11, 4]], ids=["one token", "some unwritten"])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(6, 2, 8), (3, 1, 80)])
+@pytest.mark.parametrize(("backend", "dtype"), backends("store_kv"))
+def test_rope_and_store_does_what_the_two_do(
+    backend: Backend,
+    dtype: torch.dtype,
+    mapping: list[int],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> None:
+    torch.manual_seed(0)
+    heads = torch.randn(len(mapping), num_heads + 2 * num_kv_heads, head_dim).to(dtype)
+    angles = torch.randn(len(mapping), head_dim // 2).repeat(1, 2)
+    rotary = (angles.cos().to(dtype), angles.sin().to(dtype))
+    caches = torch.randn(2, 3, 4, num_kv_heads, head_dim).to(dtype)
+    positions = torch.tensor(mapping)
+    sizes = [num_heads, num_kv_heads, num_kv_heads]
+
+    wide, wide_caches = heads.double(), caches.double()
+    query, key, value = wide.split(sizes, dim=1)
+    wide_rotary = (rotary[0].double(), rotary[1].double())
+    ops.rope_and_store_kv(
+        query, key, value, wide_rotary, *wide_caches, positions, backend="reference"
+    )
+
+    device = device_of(backend)
+    heads, caches = heads.to(device), caches.to(device)
+    there = (rotary[0].to(device), rotary[1].to(device))
+    rows = heads.split(sizes, dim=1)
+    ops.rope_and_store_kv(*rows, there, *caches, positions.to(device), backend=backend)
+    assert_close(rows[0], query, dtype)
+    assert_close(caches, wide_caches, dtype)
