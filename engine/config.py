@@ -2,20 +2,26 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+KVCacheDType = Literal["auto", "fp8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The paged KV cache. ``num_blocks`` wins over ``memory_bytes`` when given."""
+    """The paged KV cache. ``num_blocks`` wins over ``memory_bytes`` when given.
+
+    ``kv_cache_dtype`` "auto" keeps keys and values in the model's dtype; "fp8" takes half the
+    memory of that for an error that docs/performance-gpu.md states.
+    """
 
     block_size: int = 16
     num_blocks: int | None = None
     memory_bytes: int = 1 << 30
     enable_prefix_caching: bool = True
+    kv_cache_dtype: KVCacheDType = "auto"
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
@@ -24,6 +30,8 @@ class CacheConfig:
             raise ValueError(f"num_blocks must be at least 1, got {self.num_blocks}")
         if self.memory_bytes < 1:
             raise ValueError(f"memory_bytes must be positive, got {self.memory_bytes}")
+        if self.kv_cache_dtype not in get_args(KVCacheDType):
+            raise ValueError(f"kv_cache_dtype must be auto or fp8, got {self.kv_cache_dtype!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +86,8 @@ class EngineConfig:
 
     With ``tensor_parallel_size`` above 1 the model is split among so many devices of this machine,
     each run by a process; ``num_threads`` and the cache's ``memory_bytes`` are then each one's.
+
+    A GPU's decode steps are recorded at start as CUDA graphs; ``enforce_eager`` does without.
     """
 
     model: Path
@@ -87,6 +97,7 @@ class EngineConfig:
     max_model_len: int | None = None
     num_threads: int | None = None
     tensor_parallel_size: int = 1
+    enforce_eager: bool = False
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     lora: LoRAConfig | None = field(default_factory=LoRAConfig)

@@ -121,6 +121,8 @@ class Engine:
                 )
         if lora is not None and self.adapters is None:
             raise InvalidRequestError("this engine was started without LoRA", param="model")
+        if params.pooling is not None and self._executor.spec.hidden_size is None:
+            raise InvalidRequestError("this model does not give embeddings", param="model")
 
     def check_room(self, n: int) -> None:
         """Raise QueueFullError unless so many sequences may wait. Any thread may call it."""
@@ -271,7 +273,11 @@ class Engine:
         for item in scheduled.scheduled:
             if item.samples:
                 sampled = result.sampled[item.request.key]
-                output = self._outputs.process(item.request, sampled)
+                embedding = result.embeddings.get(item.request.key)
+                if embedding is None or sampled.error is not None:
+                    output = self._outputs.process(item.request, sampled)
+                else:
+                    output = self._outputs.process_embedding(item.request, embedding)
                 self._count(output)
                 outputs.append(output)
                 if output.finish_reason is not None:
@@ -280,7 +286,7 @@ class Engine:
 
     def _count(self, output: RequestOutput) -> None:
         self._totals["output_tokens"] += len(output.token_ids)
-        if output.num_output_tokens == 1:
+        if output.num_output_tokens == 1 or output.embedding is not None:
             self._totals["prompt_tokens"] += output.num_prompt_tokens
             self._totals["cached_prompt_tokens"] += output.num_cached_tokens
 
@@ -322,6 +328,7 @@ class Engine:
     def _forget(self, request: Request) -> None:
         """Release everything a sequence holds: the one exit for every way to end."""
         self._scheduler.finish(request)
+        self._runner.forget(request.key)
         del self._states[request.key]
         open_sequences = self._requests[request.request_id]
         open_sequences.remove(request)

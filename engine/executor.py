@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
+from engine.graphs import CudaRecorder, GraphPlan, GraphRunner, Recorder, StaticInputs
 from engine.lora.adapter import LoRAAdapter
 from engine.lora.batch import build_lora_batch
 from engine.lora.targets import ModelTargets
@@ -48,6 +49,9 @@ class ModelExecutor(Protocol):
     def execute(self, step: StepBatch) -> torch.Tensor:
         """Run one step and return the logits [R, vocab] float32 of the chosen tokens."""
 
+    def hidden(self) -> torch.Tensor:
+        """Return the final hidden states [H, hidden] float32 that the last step asked for."""
+
     def on_death(self, callback: Callable[[], None]) -> None:
         """Call this, on any thread, when a step can no longer be run."""
 
@@ -59,11 +63,26 @@ class ModelExecutor(Protocol):
 
 
 class LocalExecutor:
-    """A model, or one rank's part of it, on one device."""
+    """A model, or one rank's part of it, on one device.
 
-    def __init__(self, config: EngineConfig, *, group: TensorParallelGroup | None = None) -> None:
+    On a GPU decode steps are recorded, unless the model is split or ``enforce_eager`` says not to.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        group: TensorParallelGroup | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._config = config
         self._model = PagedModel(config, group=group)
         self._device = self._model.spec.device
+        if self._device.type == "cuda" and group is None and not config.enforce_eager:
+            recorder = recorder or CudaRecorder(self._device)
+        self._recorder = recorder
+        self._graphs: GraphRunner | None = None
+        self._hidden: torch.Tensor | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -86,6 +105,8 @@ class LocalExecutor:
 
     def allocate_cache(self, num_blocks: int) -> None:
         self._model.allocate_cache(num_blocks)
+        if self._recorder is not None:
+            self._graphs = self._record(self._recorder)
 
     def write_slot(self, slot: int, adapter: LoRAAdapter) -> None:
         self._model.write_slot(slot, adapter)
@@ -94,6 +115,10 @@ class LocalExecutor:
         self._model.clear_slot(slot)
 
     def execute(self, step: StepBatch) -> torch.Tensor:
+        # What is recorded gives no hidden states.
+        graphs = None if len(step.hidden_rows) else self._graphs
+        if graphs is not None and (logits := graphs.run(step)) is not None:
+            return logits
         upload = self._to_device
         attention = AttentionBatch(
             query_starts=upload(step.query_starts),
@@ -104,7 +129,7 @@ class LocalExecutor:
             max_query_len=step.max_query_len,
             max_context_len=step.max_context_len,
         )
-        return self._model.forward(
+        logits = self._model.forward(
             upload(step.token_ids),
             upload(step.positions),
             attention=attention,
@@ -112,6 +137,15 @@ class LocalExecutor:
             logits_rows=upload(step.logits_rows),
             logits_lora=self._lora(step.logits_lora_runs),
         )
+        self._hidden = None
+        if len(step.hidden_rows):
+            slots = self._lora(step.hidden_lora_runs)
+            self._hidden = self._model.hidden(upload(step.hidden_rows), slots)
+        return logits
+
+    def hidden(self) -> torch.Tensor:
+        assert self._hidden is not None, "the last step asked for none"
+        return self._hidden
 
     def on_death(self, callback: Callable[[], None]) -> None:
         """It ends with this process."""
@@ -121,6 +155,19 @@ class LocalExecutor:
 
     def close(self) -> None:
         """Nothing is held outside of this process."""
+
+    def _record(self, recorder: Recorder) -> GraphRunner:
+        config, spec = self._config, self._model.spec
+        max_loras = 0 if config.lora is None else config.lora.max_loras
+        max_rank = 0 if config.lora is None else config.lora.max_lora_rank
+        plan = GraphPlan(config.scheduler.max_num_seqs, max_loras)
+        max_blocks = -(-spec.max_model_len // config.cache.block_size)
+        self._model.fix_slots()
+        graphs = GraphRunner(
+            self._model, plan, StaticInputs(plan, max_blocks, max_rank, self._device)
+        )
+        graphs.record_all(recorder)
+        return graphs
 
     def _lora(self, runs: LoRARuns) -> LoRABatch | None:
         return build_lora_batch(runs, self._model.slot_ranks, self._device) if runs else None

@@ -11,7 +11,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 
 import numpy as np
 import torch
@@ -178,6 +178,8 @@ class GrammarState:
         if opens:
             self._mask = None
         elif self._mask is not None:
+            # A matcher does one thing at a time; mostly this is done long ago.
+            wait([self._mask])
             self._mask = self._threads.submit(self._compute, token_id)
         elif token_id == self._after_id:
             self._mask = self._threads.submit(self._compute, None)

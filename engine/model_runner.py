@@ -5,12 +5,13 @@ how the step is computed.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from engine.executor import ModelExecutor
 from engine.outputs import PositionLogprobs, ScheduledRequest
+from engine.pooling import Pooler, pooled_range
 from engine.request import Request
 from engine.sampler import Sampled, SamplingState, position_logprobs, sample
 from engine.step_batch import build_step
@@ -23,11 +24,12 @@ class StepResult:
     """What a step computed.
 
     ``prompt_logprobs`` maps a request to (position, log probabilities) of prompt tokens whose
-    predecessor was computed in this step.
+    predecessor was computed in this step. ``embeddings`` has the prompts that are pooled whole.
     """
 
     sampled: Mapping[RequestKey, Sampled]
     prompt_logprobs: Mapping[RequestKey, list[tuple[int, PositionLogprobs]]]
+    embeddings: Mapping[RequestKey, tuple[float, ...]] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -36,13 +38,16 @@ class ModelRunner:
     def __init__(self, executor: ModelExecutor, block_size: int) -> None:
         self._executor = executor
         self._block_size = block_size
+        self._pooler = Pooler()
 
     def run(
         self, scheduled: Sequence[ScheduledRequest], states: Mapping[RequestKey, SamplingState]
     ) -> StepResult:
         """Compute all scheduled tokens and sample where a request's last token was reached."""
         rows = [_logits_range(item) for item in scheduled]
-        logits = self._executor.execute(build_step(scheduled, rows, self._block_size))
+        pooled = [pooled_range(item) for item in scheduled]
+        logits = self._executor.execute(build_step(scheduled, rows, self._block_size, pooled))
+        embeddings = self._pooler.add(scheduled, self._executor.hidden()) if any(pooled) else {}
         prompt_logprobs = {}
         last_rows = []
         samplers = []
@@ -56,11 +61,16 @@ class ModelRunner:
                 last_rows.append(row - 1)
                 samplers.append(item.request.key)
         if not samplers:
-            return StepResult({}, prompt_logprobs)
+            return StepResult({}, prompt_logprobs, embeddings)
         if len(last_rows) != logits.shape[0]:
             logits = logits[torch.tensor(last_rows, device=logits.device)]
         chosen = sample(logits, [states[key] for key in samplers])
-        return StepResult(dict(zip(samplers, chosen, strict=True)), prompt_logprobs)
+        sampled = dict(zip(samplers, chosen, strict=True))
+        return StepResult(sampled, prompt_logprobs, embeddings)
+
+    def forget(self, key: RequestKey) -> None:
+        """A sequence has ended, perhaps before its time."""
+        self._pooler.forget(key)
 
 
 def _logits_range(item: ScheduledRequest) -> range:

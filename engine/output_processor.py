@@ -99,6 +99,19 @@ class OutputProcessor:
         sequence.is_first = False
         return output
 
+    def process_embedding(self, request: Request, embedding: tuple[float, ...]) -> RequestOutput:
+        """End a sequence whose prompt was to be pooled."""
+        self._close(request)
+        return RequestOutput(
+            request_id=request.request_id,
+            index=request.index,
+            finish_reason=FinishReason.STOP,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            request_finished=request.request_id not in self._num_open,
+            embedding=embedding,
+        )
+
     def fail(
         self, request: Request, error: Exception | None, reason: FinishReason = FinishReason.ERROR
     ) -> RequestOutput:

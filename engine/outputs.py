@@ -56,7 +56,7 @@ class RequestOutput:
     stop string and never ending inside a character. ``prompt_logprobs`` comes once, with the first
     output; its first entry is None because the first prompt token has no predecessor.
     ``num_cached_tokens`` counts prompt tokens served from the prefix cache. ``timing`` comes once,
-    with a sequence's first token.
+    with a sequence's first token. ``embedding`` is all there is where the prompt was to be pooled.
     """
 
     request_id: str
@@ -73,6 +73,7 @@ class RequestOutput:
     error: Exception | None = None
     request_finished: bool = False
     timing: RequestTiming | None = field(default=None, compare=False)
+    embedding: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,8 @@ class WaitingQueue:
 
     def walk(self, near: Set[str | None]) -> "QueueWalk":
         """Start a walk in order; ``near`` are the adapters that ``skip_far`` does not skip."""
-        near_heads, far_heads = [], []
+        near_heads: list[_Head] = []
+        far_heads: list[_Head] = []
         for (_, digest), flow in self._flows.items():
             (near_heads if digest in near else far_heads).append(flow.head())
         return QueueWalk(self, near_heads, far_heads)

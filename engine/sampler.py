@@ -6,9 +6,11 @@ The order is vLLM's: logit_bias, min_tokens, penalties, structure, then greedy c
 temperature, min_p, top_k, top_p and a draw. Log probabilities are those of the raw logits, before
 any of it.
 
-Each sequence owns its random numbers, one uniform number for each token, and draws by inverting the
-cumulative distribution. So a seeded sequence does not depend on what else is in the batch, nor on
-preemption, which keeps tokens that were drawn.
+Each sequence owns its random numbers, one uniform number for each token. On a CPU it draws by
+inverting the cumulative distribution; on a GPU the number seeds ``kernels.ops.sample_tokens``, so
+that all rows are drawn at once and only the tokens come back. So a seeded sequence does not depend
+on what else is in the batch, nor on preemption, which keeps tokens that were drawn; its tokens on a
+CPU and on a GPU differ.
 """
 
 import random
@@ -23,6 +25,7 @@ from engine.grammar import GrammarState
 from engine.outputs import PositionLogprobs, TokenLogprob
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from kernels import ops
 
 # Nearly every distribution has its top_p mass in this many tokens, and selecting them is much
 # cheaper than sorting a vocabulary.
@@ -107,17 +110,12 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample
             _apply_penalties(logits[row], state)
             if state.grammar is not None:
                 _apply_grammar(logits, row, state.grammar, failures)
-    chosen = logits.argmax(dim=-1)
-    is_finite = logits.gather(1, chosen.unsqueeze(1)).isfinite().squeeze(1).tolist()
-    token_ids = chosen.tolist()
+    choose = _choose_on_device if _draws_on_device(logits) else _choose_on_host
     results: list[Sampled] = []
-    for row, state in enumerate(states):
-        if not is_finite[row]:
+    for row, (state, token_id) in enumerate(zip(states, choose(logits, states), strict=True)):
+        if token_id < 0:
             results.append(Sampled(-1, error=failures.get(row) or NonFiniteLogitsError()))
             continue
-        token_id = token_ids[row]
-        if not state.params.is_greedy:
-            token_id = _draw(logits[row], state.params, state.rng.random())
         state.output_counts[token_id] += 1
         if state.grammar is not None and token_id not in state.stop_ids:
             state.grammar.advance(token_id)
@@ -126,6 +124,38 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample
             logprobs = position_logprobs(raw[row], token_id, state.params.logprobs)
         results.append(Sampled(token_id, logprobs))
     return results
+
+
+def _draws_on_device(logits: torch.Tensor) -> bool:
+    return logits.device.type != "cpu"
+
+
+def _choose_on_host(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[int]:
+    """Choose for each row; -1 where its logits are not finite."""
+    chosen = logits.argmax(dim=-1)
+    is_finite = logits.gather(1, chosen.unsqueeze(1)).isfinite().squeeze(1).tolist()
+    token_ids: list[int] = chosen.tolist()
+    for row, state in enumerate(states):
+        if not is_finite[row]:
+            token_ids[row] = -1
+        elif not state.params.is_greedy:
+            token_ids[row] = _draw(logits[row], state.params, state.rng.random())
+    return token_ids
+
+
+def _choose_on_device(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[int]:
+    """Do the same for all rows at once, with one answer from the device."""
+    rows = []
+    seeds = []
+    for state in states:
+        params = state.params
+        temperature = 0.0 if params.is_greedy else params.temperature
+        rows.append((temperature, float(max(params.top_k, 0)), params.top_p, params.min_p))
+        seeds.append(0 if params.is_greedy else int(state.rng.random() * 2**53))
+    table = torch.tensor(rows, dtype=torch.float32).to(logits.device, non_blocking=True)
+    placed = torch.tensor(seeds, dtype=torch.int64).to(logits.device, non_blocking=True)
+    token_ids: list[int] = ops.sample_tokens(logits, table, placed).tolist()
+    return token_ids
 
 
 @torch.inference_mode()

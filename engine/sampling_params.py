@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.errors import InvalidRequestError
 from engine.structured import StructuredOutput
@@ -11,6 +12,8 @@ MAX_N = 128
 # Dividing logits by less than this would overflow float32 before it changed any draw.
 GREEDY_TEMPERATURE = 1e-5
 _SEED_RANGE = 1 << 63
+
+Pooling = Literal["last", "mean"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,7 @@ class SamplingParams:
     each prompt token. ``max_tokens`` None generates until the context is full.
     ``spaces_between_special_tokens`` matters only where special tokens are not skipped, and
     ``shown_special_token_ids`` are shown even where they are.
+    ``pooling`` asks for one vector of the prompt's final hidden states and no tokens.
     Raises InvalidRequestError naming the parameter.
     """
 
@@ -48,6 +52,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     shown_special_token_ids: tuple[int, ...] = ()
     structured: StructuredOutput | None = None
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         self._check_counts()
@@ -83,6 +88,8 @@ class SamplingParams:
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "must be in [0, 1]")
         if self.n > 1 and self.is_greedy:
             _require(False, "n", self.n, "must be 1 when using greedy sampling")
+        if self.pooling is not None:
+            _require(self.n == 1, "n", self.n, "must be 1 for an embedding")
 
     def _check_penalties(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):

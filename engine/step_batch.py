@@ -5,7 +5,7 @@ that the scheduler gave them, of devices or of models. Small, and pickled whole 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -27,6 +27,8 @@ class StepBatch:
     logits_rows            [R] int64    the tokens whose logits are wanted
     lora_runs              the slots of the T tokens
     logits_lora_runs       the slots of the R tokens
+    hidden_rows            [H] int64    the tokens whose final hidden states are wanted
+    hidden_lora_runs       the slots of the H tokens
     """
 
     token_ids: np.ndarray
@@ -41,6 +43,8 @@ class StepBatch:
     logits_rows: np.ndarray
     lora_runs: LoRARuns
     logits_lora_runs: LoRARuns
+    hidden_rows: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    hidden_lora_runs: LoRARuns = ()
 
     @property
     def num_tokens(self) -> int:
@@ -48,7 +52,10 @@ class StepBatch:
 
 
 def build_step(
-    scheduled: Sequence[ScheduledRequest], logits_ranges: Sequence[range], block_size: int
+    scheduled: Sequence[ScheduledRequest],
+    logits_ranges: Sequence[range],
+    block_size: int,
+    hidden_ranges: Sequence[range] = (),
 ) -> StepBatch:
     """Lay out what was scheduled; the ranges count from each item's first token."""
     lengths = np.array([item.num_tokens for item in scheduled], dtype=np.int32)
@@ -78,6 +85,8 @@ def build_step(
         logits_rows=_rows(starts, logits_ranges),
         lora_runs=_lora_runs(spans),
         logits_lora_runs=_lora_runs(list(zip(scheduled, logits_ranges, strict=True))),
+        hidden_rows=_rows(starts, hidden_ranges),
+        hidden_lora_runs=_lora_runs(list(zip(scheduled, hidden_ranges, strict=False))),
     )
 
 

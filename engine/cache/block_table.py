@@ -56,9 +56,12 @@ class KVCacheManager:
         """Return the blocks that hold the longest known prefix of a request without blocks.
 
         The last token is never served from the cache, since its logits are needed. A request for
-        prompt logprobs needs the logits of every prompt token, so nothing is served for it.
+        prompt logprobs needs the logits of every prompt token, one for a mean the hidden states,
+        so nothing is served for it.
         """
-        if not self._enable_prefix_caching or request.params.prompt_logprobs is not None:
+        params = request.params
+        needs_all = params.prompt_logprobs is not None or params.pooling == "mean"
+        if not self._enable_prefix_caching or needs_all:
             return []
         table = self._tables.setdefault(request.key, _BlockTable())
         found: list[int] = []

@@ -4,23 +4,46 @@ Knows shapes and bytes. Knows nothing of which block belongs to whom.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from engine.config import CacheConfig
+from kernels.metadata import KVScales
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Keys and values of one layer: for each position two of [num_kv_heads, head_dim]."""
+    """Keys and values of one layer: for each position two of [num_kv_heads, head_dim].
+
+    A quantised cache has a float32 scale for each vector.
+    """
 
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
 
+    @property
+    def is_quantised(self) -> bool:
+        return self.dtype == torch.float8_e4m3fn
+
+    def quantised(self) -> "KVShape":
+        """The same in eight-bit floats."""
+        return replace(self, dtype=torch.float8_e4m3fn)
+
     def block_bytes(self, block_size: int) -> int:
-        return 2 * block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        scale_bytes = torch.float32.itemsize if self.is_quantised else 0
+        vector_bytes = self.head_dim * self.dtype.itemsize + scale_bytes
+        return 2 * block_size * self.num_kv_heads * vector_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """One layer's key and value cache, each [num_blocks, block_size, Hkv, D], and their scales."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    scales: KVScales | None = None
 
 
 def num_blocks_that_fit(layers: Sequence[KVShape], config: CacheConfig) -> int:
@@ -34,14 +57,15 @@ def num_blocks_that_fit(layers: Sequence[KVShape], config: CacheConfig) -> int:
     return num_blocks
 
 
-def allocate_kv(
-    layer: KVShape, num_blocks: int, block_size: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one layer's key and value cache, each [num_blocks, block_size, Hkv, D].
+def allocate_kv(layer: KVShape, num_blocks: int, block_size: int, device: torch.device) -> LayerKV:
+    """Allocate one layer's cache.
 
     Zeroed, so that a position never written cannot turn a masked score into NaN. On a CPU the
     pages take no memory until they are written.
     """
     shape = (num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
     key = torch.zeros(shape, dtype=layer.dtype, device=device)
-    return key, torch.zeros_like(key)
+    if not layer.is_quantised:
+        return LayerKV(key, torch.zeros_like(key))
+    table = torch.zeros(shape[:3], dtype=torch.float32, device=device)
+    return LayerKV(key, torch.zeros_like(key), KVScales(table, torch.zeros_like(table)))

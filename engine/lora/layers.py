@@ -33,17 +33,26 @@ class ModelPlace:
 class LoRAUpdate:
     """``y += scaling * B @ A @ x`` of each token's adapter, for linears that share their input.
 
-    Then what an adapter changes otherwise, such as DoRA's scale. Does nothing in a step without
-    adapters, or while no adapter in a slot targets the linears.
+    Then what an adapter changes otherwise, such as DoRA's scale: with ``fuses_scales`` in the same
+    launch. Does nothing in a step without adapters, or while no adapter in a slot targets the
+    linears.
     """
 
-    __slots__ = ("_changes", "_names", "_scope", "_weights")
+    __slots__ = ("_changes", "_fuses_scales", "_names", "_scope", "_weights")
 
-    def __init__(self, names: tuple[str, ...], slots: "LoRASlots", scope: LoRAScope) -> None:
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        slots: "LoRASlots",
+        scope: LoRAScope,
+        *,
+        fuses_scales: bool = False,
+    ) -> None:
         self._names = names
         self._weights = slots.weights
         self._changes = slots.changes
         self._scope = scope
+        self._fuses_scales = fuses_scales
 
     @property
     def slot_weights(self) -> SlotWeights | None:
@@ -55,10 +64,15 @@ class LoRAUpdate:
         batch = scope.batch
         if batch is None:
             return
+        changes = scope.changes
+        scales = None
         if (lora := self.slot_weights) is not None:
-            ops.lora_apply(rows, lora.lora_a, lora.lora_b, lora.ranks, batch, outs)
-        if scope.changes is not None:
-            self._changes.apply_to_linears(self._names, rows, outs, scope.changes)
+            if changes is not None and self._fuses_scales:
+                scales = self._changes.scale_tables(self._names)
+            ops.lora_apply(rows, lora.lora_a, lora.lora_b, lora.ranks, batch, outs, scales)
+        if changes is not None:
+            is_scaled = scales is not None
+            self._changes.apply_to_linears(self._names, rows, outs, changes, is_scaled=is_scaled)
 
 
 class LoRASlots:
@@ -99,17 +113,20 @@ def attach_lora(
 
     linears = {m: name for name, m in model.named_modules() if isinstance(m, KernelLinear)}
     groups = [module for module in model.modules() if isinstance(module, LinearGroup)]
+    # On a CPU, scaling the tokens that need it costs less than a table's row for every token.
+    fuses_scales = place.device.type != "cpu"
     names = [tuple(linears[member] for member in group.members) for group in groups]
     changes = SlotChanges(model, targets, config.max_loras, place.device, scope_of)
     slots = LoRASlots(LoRAWeights(targets, config, place.dtype, place.device, names), changes)
     context.select = changes.select
     for group, members in zip(groups, names, strict=True):
-        group.update = LoRAUpdate(members, slots, context.layers)
+        group.update = LoRAUpdate(members, slots, context.layers, fuses_scales=fuses_scales)
         for member in group.members:
             member.update = _refuse
             del linears[member]
     for linear, name in linears.items():
-        linear.update = LoRAUpdate((name,), slots, scope_of(name))
+        scope = scope_of(name)
+        linear.update = LoRAUpdate((name,), slots, scope, fuses_scales=fuses_scales)
     return slots
 
 

@@ -84,18 +84,32 @@ class SlotChanges:
         rows: torch.Tensor,
         outs: Sequence[torch.Tensor],
         batch: ChangeBatch,
+        *,
+        is_scaled: bool = False,
     ) -> None:
-        """Change the outputs [T, out] of linears with input rows [T, in], in place."""
+        """Change the outputs [T, out] of linears with input rows [T, in], in place.
+
+        With ``is_scaled`` they were multiplied by `scale_tables` already.
+        """
         for name, out in zip(names, outs, strict=True):
             by_slot = self._by_module.get(name)
             if not by_slot:
                 continue
             table = self._tables.get(name)
-            if table is not None:
+            if table is not None and not is_scaled:
                 _scale(table, out, batch)
             for start, stop, slot in batch.runs:
                 if slot in by_slot and by_slot[slot].scale is None:
                     _apply_to_linear(by_slot[slot], rows[start:stop], out[start:stop])
+
+    def scale_tables(self, names: Sequence[str]) -> list[torch.Tensor] | None:
+        """Scale and shift of the linears by slot, as ``kernels.ops.lora_apply`` takes them.
+
+        None while no adapter in a slot scales any of them.
+        """
+        if not any(name in self._tables and self._by_module.get(name) for name in names):
+            return None
+        return [self._table(self._targets[name]) for name in names]
 
     def _table(self, target: LoRATarget) -> torch.Tensor:
         if target.name not in self._tables:

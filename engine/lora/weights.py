@@ -3,7 +3,7 @@
 Knows shapes, and copies adapters into slots. Knows nothing of which slot to use or when.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +77,12 @@ class LoRAWeights:
     def module(self, name: str) -> SlotWeights | None:
         """The weights of the module's group, None while no adapter has targeted it."""
         return self._modules[self._place[name][0]]
+
+    def allocate(self, names: Iterable[str]) -> None:
+        """Allocate the slots of these modules now, so that they never come or move later."""
+        for number in {self._place[name][0] for name in names}:
+            if self._modules[number] is None:
+                self._allocate(number)
 
     def write_slot(self, slot: int, adapter: LoRAAdapter) -> None:
         """Replace what the slot holds by the adapter. No running step may use the slot."""

@@ -9,17 +9,18 @@ asks for beyond causality, a window and a soft cap is refused, never ignored.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from engine.cache.kv_cache import KVShape
+from engine.cache.kv_cache import KVShape, LayerKV
 from engine.errors import UnsupportedModelError
 from engine.models.context import ForwardContext
 from kernels import ops
+from kernels.metadata import KVScales
 
 ATTENTION_NAME = "lorafleet_paged"
 
@@ -46,9 +47,20 @@ class AttentionSpec:
     kv: KVShape
     window: int | None
 
+    def quantised(self) -> "AttentionSpec":
+        """The same over a cache of eight-bit floats."""
+        return replace(self, kv=self.kv.quantised())
+
+
+# cos and sin, each [T, D].
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
 
 class _Attend(Protocol):
-    """Query [T, H, D], key and value [T, Hkv, D] to [T, H, D]."""
+    """Query [T, H, D], key and value [T, Hkv, D] to [T, H, D].
+
+    With ``rotary`` queries and keys are rotated first; both are changed.
+    """
 
     def attend(
         self,
@@ -59,18 +71,26 @@ class _Attend(Protocol):
         scale: float,
         window: int | None,
         soft_cap: float | None,
+        rotary: Rotary | None = None,
     ) -> torch.Tensor: ...
 
 
 class PagedAttention:
     """One module's attention over its own layer of the KV cache."""
 
-    __slots__ = ("_context", "key_cache", "value_cache")
+    __slots__ = ("_context", "key_cache", "scales", "value_cache")
 
     def __init__(self, context: ForwardContext) -> None:
         self._context = context
         self.key_cache: torch.Tensor | None = None
         self.value_cache: torch.Tensor | None = None
+        self.scales: KVScales | None = None
+
+    def place(self, kv: LayerKV | None) -> None:
+        """Use this cache from now on."""
+        self.key_cache = None if kv is None else kv.key
+        self.value_cache = None if kv is None else kv.value
+        self.scales = None if kv is None else kv.scales
 
     def attend(
         self,
@@ -81,19 +101,25 @@ class PagedAttention:
         scale: float,
         window: int | None,
         soft_cap: float | None,
+        rotary: Rotary | None = None,
     ) -> torch.Tensor:
         """Store the new tokens' keys and values, then attend to each sequence's context."""
         assert self.key_cache is not None and self.value_cache is not None, "no cache allocated"
         batch = self._context.attention
-        ops.store_kv(key, value, self.key_cache, self.value_cache, batch.slot_mapping)
+        caches = (self.key_cache, self.value_cache)
+        slots, scales = batch.slot_mapping, self.scales
+        if rotary is None:
+            ops.store_kv(key, value, *caches, slots, scales=scales)
+        else:
+            ops.rope_and_store_kv(query, key, value, rotary, *caches, slots, scales=scales)
         return ops.paged_attention(
             query,
-            self.key_cache,
-            self.value_cache,
+            *caches,
             batch,
             scale=scale,
             window=window,
             soft_cap=soft_cap,
+            scales=scales,
         )
 
 
@@ -113,6 +139,7 @@ class _Recorder:
         scale: float,
         window: int | None,
         soft_cap: float | None,
+        rotary: Rotary | None = None,
     ) -> torch.Tensor:
         """Attend from a lone token: to itself, so its value is the result."""
         if key.shape != value.shape or query.shape[2] != key.shape[2]:

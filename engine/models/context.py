@@ -52,6 +52,15 @@ class ForwardContext:
         return self._attention
 
     @contextmanager
+    def chosen(self, lora: LoRABatch | None) -> Iterator[None]:
+        """Show the slots of chosen tokens to the layers that see no others."""
+        self.head.show(lora, self.select)
+        try:
+            yield
+        finally:
+            self.head.show(None, None)
+
+    @contextmanager
     def step(
         self, attention: AttentionBatch, lora: LoRABatch | None, logits_lora: LoRABatch | None
     ) -> Iterator[None]:

@@ -37,8 +37,12 @@ class FusedLayers:
         self._groups = [_groups(layer) for layer in layers]
 
     def fits(self, stream: torch.Tensor) -> bool:
-        """Return whether the one call computes this step, and is the fastest way to."""
-        return self._context.layers.changes is None and not self._layers.prefers_loop(stream)
+        """Return whether the one call computes this step, and is the fastest way to.
+
+        It knows neither what adapters change beyond B @ A nor quantised caches.
+        """
+        is_plain = self._context.layers.changes is None and self._attention[0].scales is None
+        return is_plain and not self._layers.prefers_loop(stream)
 
     def run(self, stream: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Run the layers over the stream [T, hidden], in place; return what is left to add."""

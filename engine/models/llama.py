@@ -17,7 +17,6 @@ from engine.models.attention import paged_attention_of
 from engine.models.context import ForwardContext
 from engine.models.fused_layers import FusedLayers
 from engine.models.layers import GatedMLP, KernelLinear, KernelRMSNorm, LinearGroup
-from kernels import ops
 from kernels.decoder import DecoderLayers
 
 # How each architecture says how far a layer sees. All else in their decoder layers is Llama's, and
@@ -62,6 +61,8 @@ class LlamaBody:
         self._fused: FusedLayers | None = None
         self._norm: KernelRMSNorm = inner.norm
         self._head = model.lm_head
+        self.hidden_size: int | None = int(model.config.hidden_size)
+        self._stream: torch.Tensor | None = None
 
     def fuse_layers(self, context: ForwardContext) -> None:
         """From now on run all layers as one call where that is possible."""
@@ -79,8 +80,14 @@ class LlamaBody:
             stream.add_(self._fused.run(stream, cos, sin))
         else:
             self._loop(stream, cos, sin)
+        self._stream = stream
         logits: torch.Tensor = self._head.project(self._norm.normalise(stream[rows]))
         return logits
+
+    def hidden(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the final hidden states [R, hidden] of rows of the last call."""
+        assert self._stream is not None
+        return self._norm.normalise(self._stream[rows])
 
     def _loop(self, stream: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         update = None
@@ -128,9 +135,14 @@ class _LlamaLayer:
         query, key, value = (out.view(heads) for out in self._qkv.project(rows))
         if self._head_norms is not None:
             query, key = self._head_norms[0](query), self._head_norms[1](key)
-        ops.apply_rope(query, key, cos, sin)
         mixed = paged_attention_of(self._attention).attend(
-            query, key, value, scale=self._scale, window=self._window, soft_cap=None
+            query,
+            key,
+            value,
+            scale=self._scale,
+            window=self._window,
+            soft_cap=None,
+            rotary=(cos, sin),
         )
         return self._o_proj.project(mixed.view(rows.shape[0], -1))
 

@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.errors import UnsupportedModelError
 from engine.lora.adapter import LoRAAdapter
 from engine.lora.layers import LoRASlots, ModelPlace, attach_lora
-from engine.lora.targets import ModelTargets
+from engine.lora.targets import ModelTargets, TargetKind
 from engine.models.attention import (
     ATTENTION_NAME,
     AttentionSpec,
@@ -38,11 +38,17 @@ from kernels.metadata import AttentionBatch, LoRABatch
 class _Body(Protocol):
     """From token ids [T], positions [T] and rows [R] to the logits [R, vocab] of these rows.
 
-    ``head_modules`` are the modules that see the chosen rows alone.
+    ``head_modules`` are the modules that see the chosen rows alone. ``hidden`` gives the final
+    hidden states [R, hidden] of rows of the last call, ``hidden_size`` None where it cannot.
     """
 
     @property
     def head_modules(self) -> frozenset[str]: ...
+
+    @property
+    def hidden_size(self) -> int | None: ...
+
+    def hidden(self, rows: torch.Tensor) -> torch.Tensor: ...
 
     def __call__(
         self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
@@ -95,8 +101,10 @@ class PagedModel:
         self._context = ForwardContext()
         self._cache_config = config.cache
         self._attention = attach_paged_attention(model, self._run_token, self._context)
-        self.spec = _spec(model, self._attention, length, device)
+        self.spec = _spec(model, self._attention, length, device, self._body.hidden_size)
         self._lora: LoRASlots | None = None
+        self._fixed_linears: frozenset[str] = frozenset()
+        self._plain_slots: set[int] = set()
         if config.lora is not None:
             self._lora = attach_lora(
                 model,
@@ -109,6 +117,8 @@ class PagedModel:
             self._body.fuse_layers(self._context)
         check_isolation(self.forward, self.allocate_cache, config.cache.block_size, self.spec)
         self._release_cache()
+        if config.cache.kv_cache_dtype == "fp8":
+            self._attention = [(paged, spec.quantised()) for paged, spec in self._attention]
 
     def num_blocks_that_fit(self) -> int:
         """Return how many KV blocks the cache settings allow."""
@@ -118,12 +128,26 @@ class PagedModel:
         """Allocate the KV cache of every layer, replacing what was there."""
         block_size = self._cache_config.block_size
         for paged, spec in self._attention:
-            kv = allocate_kv(spec.kv, num_blocks, block_size, self.spec.device)
-            paged.key_cache, paged.value_cache = kv
+            paged.place(allocate_kv(spec.kv, num_blocks, block_size, self.spec.device))
 
     def write_slot(self, slot: int, adapter: LoRAAdapter) -> None:
         """Make `slot` mean `adapter`; no running step may use the slot."""
         self._lora_slots().write_slot(slot, adapter)
+        self._plain_slots.discard(slot)
+        if not adapter.changes and self._fixed_linears.issuperset(adapter.modules):
+            self._plain_slots.add(slot)
+
+    def fix_slots(self) -> None:
+        """Give the layers' linears their slots now, in places that stay the same from then on."""
+        if self._lora is not None:
+            kinds = (TargetKind.LINEAR, TargetKind.CONV1D)
+            names = [name for name, target in self.targets.items() if target.kind in kinds]
+            self._lora.weights.allocate(names)
+            self._fixed_linears = frozenset(names)
+
+    def is_plain(self, slot: int) -> bool:
+        """Return whether a slot's adapter only adds B @ A, in places that `fix_slots` fixed."""
+        return slot in self._plain_slots
 
     def clear_slot(self, slot: int) -> None:
         """Make `slot` mean no adapter."""
@@ -174,6 +198,17 @@ class PagedModel:
         with self._context.step(attention, lora, logits_lora):
             return self._body(input_ids, positions, logits_rows).float()
 
+    @torch.inference_mode()
+    def hidden(self, rows: torch.Tensor, lora: LoRABatch | None) -> torch.Tensor:
+        """Return the final hidden states of chosen tokens of the last step.
+
+        rows      [R] int64
+        lora      slots of these R tokens, None when all use the base model
+        returns   [R, hidden] float32
+        """
+        with self._context.chosen(lora):
+            return self._body.hidden(rows).float()
+
     def _lora_slots(self) -> LoRASlots:
         if self._lora is None:
             raise ValueError("this engine was configured without LoRA")
@@ -186,7 +221,7 @@ class PagedModel:
 
     def _release_cache(self) -> None:
         for paged, _ in self._attention:
-            paged.key_cache = paged.value_cache = None
+            paged.place(None)
 
 
 class _TransformersBody:
@@ -196,6 +231,11 @@ class _TransformersBody:
         self._model: Any = model
         names = {module: name for name, module in model.named_modules()}
         self.head_modules = frozenset({names[model.get_output_embeddings()]})
+        self.hidden_size: int | None = None
+        self._last: torch.Tensor | None = None
+        decoder = model.base_model
+        if decoder is not model:
+            decoder.register_forward_hook(self._keep)
 
     def __call__(
         self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
@@ -209,12 +249,25 @@ class _TransformersBody:
         logits: torch.Tensor = output.logits[0]
         return logits
 
+    def hidden(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the final hidden states [R, hidden] of rows of the last call."""
+        assert self._last is not None
+        return self._last[rows]
+
+    def _keep(self, decoder: object, args: object, output: Any) -> None:
+        """Take what the decoder hands to the head, if that is what it looks like."""
+        last = output[0]
+        width = self._model.get_output_embeddings().in_features
+        if isinstance(last, torch.Tensor) and last.dim() == 3 and last.shape[-1] == width:
+            self._last, self.hidden_size = last[0], width
+
 
 def _spec(
     model: PreTrainedModel,
     attention: list[tuple[PagedAttention, AttentionSpec]],
     length: int,
     device: torch.device,
+    hidden_size: int | None,
 ) -> ModelSpec:
     first = attention[0][1].kv
     head = model.get_output_embeddings()
@@ -230,4 +283,5 @@ def _spec(
         dtype=model.dtype,
         device=device,
         hf_config=model.config,
+        hidden_size=hidden_size,
     )

@@ -12,6 +12,7 @@ class ModelSpec:
 
     ``windows`` has one entry for each layer: how many positions it sees, None for all. Layers may
     differ in their KV shape; ``num_kv_heads`` and ``head_dim`` are the first layer's.
+    ``hidden_size`` is the width of the final hidden states, None where they cannot be seen.
     """
 
     vocab_size: int
@@ -23,3 +24,4 @@ class ModelSpec:
     dtype: torch.dtype
     device: torch.device
     hf_config: PretrainedConfig
+    hidden_size: int | None = None

@@ -90,6 +90,9 @@ class ParallelExecutor:
         with self._failures_explained():
             return self._local.execute(step)
 
+    def hidden(self) -> torch.Tensor:
+        return self._local.hidden()
+
     def on_death(self, callback: Callable[[], None]) -> None:
         group = self._group
 

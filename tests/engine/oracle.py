@@ -79,6 +79,15 @@ class PeftOracle:
             logits = self._model(input_ids=torch.tensor([list(token_ids)])).logits[0]
         return logits.float().log_softmax(-1)
 
+    @torch.inference_mode()
+    def hidden_states(self, adapter: str | None, token_ids: Sequence[int]) -> torch.Tensor:
+        """Final hidden states [len(token_ids), hidden], as the output head gets them."""
+        with self._active(adapter):
+            output = self._model(
+                input_ids=torch.tensor([list(token_ids)]), output_hidden_states=True
+            )
+        return output.hidden_states[-1][0]
+
     def _active(self, adapter: str | None):  # type: ignore[no-untyped-def]
         if adapter is None:
             return self._model.disable_adapter()

@@ -96,8 +96,11 @@ def test_fewer_slots_than_adapters_equals_peft(
         lora=LoRAConfig(max_loras=2, max_cpu_loras=2),
         scheduler=SchedulerConfig(max_adapter_wait_s=0.01),
     )
-    check(llm, oracle, mixed_cases(), lora)
-    assert llm.engine.stats().total_slot_loads > len(ADAPTERS)
+    cases = mixed_cases()
+    # The requests of one batch are served adapter by adapter; each of these has nearly all.
+    for start in range(0, len(cases), 20):
+        check(llm, oracle, cases[start : start + 20], lora)
+    assert llm.engine.stats().total_slot_loads > 3 * len(ADAPTERS)
 
 
 def test_chunked_prefill_equals_peft(

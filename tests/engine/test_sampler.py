@@ -6,12 +6,19 @@ from collections import Counter
 import pytest
 import torch
 
+from engine import sampler
 from engine.request import Request
 from engine.sampler import NonFiniteLogitsError, SamplingState, position_logprobs, sample
 from engine.sampling_params import SamplingParams
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.0, -1.0])
 EOS = frozenset({3})
+
+
+@pytest.fixture(autouse=True, params=["host", "device"])
+def place_of_draws(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test twice: drawn row by row as on a CPU, and all rows at once as on a GPU."""
+    monkeypatch.setattr(sampler, "_draws_on_device", lambda logits: request.param == "device")
 
 
 def make_state(prompt: tuple[int, ...] = (0,), index: int = 0, **params: object) -> SamplingState:

@@ -23,8 +23,19 @@ def test_given_number_of_blocks_wins() -> None:
 
 
 def test_caches_are_zeroed_and_apart() -> None:
-    key, value = allocate_kv(LAYERS[1], 3, 4, torch.device("cpu"))
-    assert key.shape == value.shape == (3, 4, 1, 16)
-    assert key.dtype == torch.bfloat16
-    key.fill_(1)
-    assert not value.any()
+    kv = allocate_kv(LAYERS[1], 3, 4, torch.device("cpu"))
+    assert kv.key.shape == kv.value.shape == (3, 4, 1, 16)
+    assert kv.key.dtype == torch.bfloat16
+    assert kv.scales is None
+    kv.key.fill_(1)
+    assert not kv.value.any()
+
+
+def test_quantised_caches_have_a_scale_for_each_vector() -> None:
+    shape = LAYERS[1].quantised()
+    kv = allocate_kv(shape, 3, 4, torch.device("cpu"))
+    assert kv.key.dtype == kv.value.dtype == torch.float8_e4m3fn
+    assert kv.scales is not None
+    assert kv.scales.key.shape == kv.scales.value.shape == (3, 4, 1)
+    tensors = (kv.key, kv.value, kv.scales.key, kv.scales.value)
+    assert sum(tensor.nbytes for tensor in tensors) == 3 * shape.block_bytes(4)
