@@ -78,4 +78,6 @@ bench-quick: setup
 	$(BIN)/python -m benchmarks.guard
 
 gpu-check: venv
-	$(BIN)/python -m benchmarks.gpu_check
+	@mkdir -p $(CACHE)
+	$(BIN)/python -m benchmarks.gpu_check \
+	    --json $(CACHE)/gpu_check.json --markdown $(CACHE)/gpu_check.md
