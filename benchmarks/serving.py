@@ -9,7 +9,8 @@ and ``ignore_eos`` makes every answer as long as asked for.
 
 A server may put several tokens in one chunk. ``ttft_ms`` is the time to the first chunk with a
 token, ``itl_ms`` the gap before a chunk divided by the tokens it brings, ``chunk_gap_ms`` the gap
-itself: what a reader sees. Tokens are those of the server's own usage report.
+itself: what a reader sees, ``request_ms`` the time to the last token. Tokens are those of the
+server's own usage report.
 """
 
 import argparse
@@ -138,6 +139,7 @@ def summarize(timelines: Sequence[Timeline], elapsed: float) -> dict[str, Any]:
         "ttft_ms": _percentiles([timeline.ttft_s for timeline in good]),
         "itl_ms": _percentiles([seconds / tokens for seconds, tokens in gaps]),
         "chunk_gap_ms": _percentiles([seconds for seconds, _ in gaps]),
+        "request_ms": _percentiles([timeline.chunks[-1][0] for timeline in good]),
         "errors": len(timelines) - len(good),
         "error_samples": errors[:3],
         "num_requests": len(timelines),

@@ -19,7 +19,6 @@ from deployments.openai.prompts import completion_prompts
 from deployments.openai.respond import respond
 from deployments.openai.schema import MAX_TIMEOUT_S, CompletionBody, Int
 from deployments.openai.unsupported import REFUSED_EMBEDDINGS, Refused
-from engine.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams
 
 
@@ -49,9 +48,9 @@ def embeddings_router(api: Api) -> APIRouter:
         body = await read_body(request, EmbeddingsBody, api.settings.max_body_bytes)
         try:
             requests = await _requests(api, request, body)
-        except (ApiError, InvalidRequestError) as error:
-            if error.param in ("prompt", "body.prompt"):
-                error.param = error.param.replace("prompt", "input")
+        except ApiError as error:
+            if error.param == "prompt":
+                error.param = "input"
             raise
         model = body.model or (await api.base_model()).id
 
@@ -65,7 +64,7 @@ def embeddings_router(api: Api) -> APIRouter:
 
 async def _requests(api: Api, request: Request, body: EmbeddingsBody) -> list[GenerateRequest]:
     base = await api.base_model()
-    prompts = completion_prompts(body.input, base.vocab_size)
+    prompts = completion_prompts(body.input, base.vocab_size, field="input")
     shared = {"model", "user", "priority", "timeout", "add_special_tokens"}
     shared |= {"truncate_prompt_tokens"}
     alike = CompletionBody(**body.model_dump(include=shared & body.model_fields_set))

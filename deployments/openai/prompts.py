@@ -31,45 +31,51 @@ _RESERVED_TEMPLATE_KWARGS = frozenset(
 )
 
 
-def completion_prompts(prompt: object, vocab_size: int) -> list[PromptInput]:
+def completion_prompts(
+    prompt: object, vocab_size: int, *, field: str = "prompt"
+) -> list[PromptInput]:
     """Take apart str | [str] | [int] | [[int]]."""
     if prompt is None or prompt in ("", []):
-        raise ApiError("Either prompt or prompt_embeds must be provided.", param="prompt")
+        raise ApiError(f"{field} must be given and not be empty.", param=field)
     if isinstance(prompt, str):
         return [PromptInput(text=prompt)]
     if not isinstance(prompt, list):
-        raise _bad_prompt()
+        raise _bad_prompt(field)
     if isinstance(prompt[0], str):
-        return [_text_prompt(item) for item in prompt]
+        return [_text_prompt(item, field) for item in prompt]
     if isinstance(prompt[0], list):
-        return [_token_prompt(item, vocab_size) for item in prompt]
-    return [_token_prompt(prompt, vocab_size)]
+        return [_token_prompt(item, vocab_size, field) for item in prompt]
+    return [_token_prompt(prompt, vocab_size, field)]
 
 
-def _text_prompt(item: object) -> PromptInput:
+def _text_prompt(item: object, field: str) -> PromptInput:
     if not isinstance(item, str):
-        raise _bad_prompt()
+        raise _bad_prompt(field)
     if not item:
-        raise ApiError("The prompt must not be empty.", param="prompt")
+        raise _empty(field)
     return PromptInput(text=item)
 
 
-def _token_prompt(item: object, vocab_size: int) -> PromptInput:
+def _token_prompt(item: object, vocab_size: int, field: str) -> PromptInput:
     if not isinstance(item, list) or not all(type(token_id) is int for token_id in item):
-        raise _bad_prompt()
+        raise _bad_prompt(field)
     if not item:
-        raise ApiError("The prompt must not be empty.", param="prompt")
+        raise _empty(field)
     if min(item) < 0 or max(item) >= vocab_size:
         worst = min(item) if min(item) < 0 else max(item)
-        raise ApiError(f"Token id {_shown(worst)} is out of vocabulary.", param="prompt")
+        raise ApiError(f"Token id {_shown(worst)} is out of vocabulary.", param=field)
     return PromptInput(token_ids=tuple(item))
 
 
-def _bad_prompt() -> ApiError:
+def _empty(field: str) -> ApiError:
+    return ApiError(f"The {field} must not be empty.", param=field)
+
+
+def _bad_prompt(field: str) -> ApiError:
     return ApiError(
-        "body.prompt: Input should be a string, a list of strings, a list of token ids, or a list "
-        "of lists of token ids",
-        param="body.prompt",
+        f"body.{field}: Input should be a string, a list of strings, a list of token ids, or a "
+        "list of lists of token ids",
+        param=f"body.{field}",
     )
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,7 +14,10 @@ COMPLETIONS = "/v1/completions"
 
 
 class Connection:
-    """A client of completions; a ``broken`` one is gone when the body is sent."""
+    """A client of completions; a ``broken`` one is gone when the body is sent.
+
+    One that takes ``pause_s`` for each message holds the server up meanwhile, as full sockets do.
+    """
 
     def __init__(
         self,
@@ -22,10 +26,12 @@ class Connection:
         *,
         headers: Sequence[tuple[bytes, bytes]] = (),
         broken: bool = False,
+        pause_s: float = 0.0,
     ) -> None:
         self.sent: list[dict[str, Any]] = []
         self._left = asyncio.Event()
         self._broken = broken
+        self._pause_s = pause_s
         self._messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
         scope = {
             "type": "http",
@@ -53,7 +59,15 @@ class Connection:
     async def _send(self, message: Any) -> None:
         if self._broken and message["type"] == "http.response.body":
             raise OSError("connection reset")
+        if self._pause_s:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._left.wait(), self._pause_s)
         self.sent.append(message)
+
+    @property
+    def body(self) -> bytes:
+        """What has come so far."""
+        return b"".join(message.get("body", b"") for message in self.sent)
 
     def leave(self) -> None:
         self._left.set()

@@ -102,9 +102,9 @@ class World:
         document: Json = response.json()
         return document
 
-    def connect(self, *, broken: bool = False, **body: object) -> Connection:
+    def connect(self, *, broken: bool = False, pause_s: float = 0.0, **body: object) -> Connection:
         asked: Json = {"model": NAME, "prompt": PROMPT, "max_tokens": LONG, "ignore_eos": True}
-        return Connection(self.app, {**asked, **body}, broken=broken)
+        return Connection(self.app, {**asked, **body}, broken=broken, pause_s=pause_s)
 
     async def unload(self, *, force: bool = False) -> None:
         path = f"/v1/adapters/{NAME}?timeout_s={UNLOAD_TIMEOUT_S}&force={str(force).lower()}"

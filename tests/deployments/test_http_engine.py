@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
+import torch
+from transformers import AutoModel
 
 from deployments.backend import BaseModelInfo
 from deployments.llm_server import LLMServer
@@ -160,6 +162,22 @@ async def test_leaving_clients_free_the_engine(client: Client, engine: AsyncEngi
             while engine.stats().num_running + engine.stats().num_waiting:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
     assert (await complete(client, max_tokens=1))["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+async def test_embeddings_are_the_models_last_hidden_states(
+    client: Client, make_model: MakeModel, pooling: str
+) -> None:
+    ids = [[5, 6, 7, 8], list(range(3, 100))]
+    body: Json = {"input": ids, "pooling": pooling, "normalize": False}
+    response = await client.post("/v1/embeddings", json=body)
+    vectors = [item["embedding"] for item in response.json()["data"]]
+    model = AutoModel.from_pretrained(make_model("llama"), dtype=torch.float32)
+    with torch.no_grad():
+        for token_ids, vector in zip(ids, vectors, strict=True):
+            hidden = model(torch.tensor([token_ids])).last_hidden_state[0]
+            expected = hidden[-1] if pooling == "last" else hidden.mean(dim=0)
+            torch.testing.assert_close(torch.tensor(vector), expected, atol=1e-4, rtol=1e-3)
 
 
 async def test_a_model_without_a_chat_template_says_so(client: Client) -> None:
