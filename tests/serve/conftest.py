@@ -1,6 +1,7 @@
 """One running demo server for all tests of this directory."""
 
 import shutil
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,11 @@ EXAMPLES = CHECKOUT / "examples" / "adapters"
 
 @dataclass(frozen=True)
 class DemoServer:
-    """A running server, and a directory whose adapters it may load."""
+    """A running server, a directory whose adapters it may load, and how long it took to start."""
 
     url: str
     adapters: Path
+    seconds_to_start: float
 
     def copy_adapter(self, source: str, directory: str) -> Path:
         """Put a copy of a demo adapter where the server may load it from."""
@@ -39,8 +41,9 @@ def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer
     adapters.mkdir()
     port = free_port()
     write_config(root / "config.yaml", port=port, state_dir=root / "state", adapters=adapters)
+    began = time.monotonic()
     with serve_run(root / "config.yaml", root / "serve.log", port=port) as url:
-        yield DemoServer(url, adapters)
+        yield DemoServer(url, adapters, time.monotonic() - began)
 
 
 @pytest.fixture
