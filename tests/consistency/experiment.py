@@ -5,6 +5,7 @@ import statistics
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from tests.consistency.adapter_makers import AdapterMaker
@@ -42,14 +43,18 @@ def is_alias(name: str) -> bool:
     return name.startswith(_ALIAS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """What happened and whether the promise was kept."""
 
     seconds: float
     recorder: Recorder
     deeds: list[Deed]
-    violations: list[Violation]
+
+    @cached_property
+    def violations(self) -> list[Violation]:
+        """The broken promises; finding out takes a while for a long history."""
+        return check(self.recorder.history)
 
     def figures(self) -> dict[str, Any]:
         """The report for people and files."""
@@ -81,7 +86,7 @@ async def run_experiment(
     seed: int,
     with_nemesis: bool = True,
 ) -> Report:
-    """Run clients for so long, with something breaking all the time, and check the history."""
+    """Run clients for so long, with something breaking all the time."""
     recorder = Recorder()
     clients = Clients(served.url, adapters, load.names(), recorder, seed, aliases=load.aliases())
     nemesis = Nemesis(served, seed)
@@ -108,7 +113,6 @@ async def run_experiment(
         seconds=time.monotonic() - started,
         recorder=recorder,
         deeds=nemesis.deeds,
-        violations=await asyncio.to_thread(check, recorder.history),
     )
 
 

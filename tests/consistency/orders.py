@@ -2,11 +2,15 @@
 
 Depth first over the changes that may come next, remembering what was tried, as linearizability
 checkers do. A change is a bit; a set of changes is an integer.
+
+What keeps long histories easy: changes of which nobody knows anything, and whose content nobody
+saw, may happen at any later time or never. Of those of one kind that could come next, the one that
+began first stands for all; and what cannot go on after few of them cannot after more.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.consistency.history import Answer, Change, Kind, Outcome
 
@@ -20,10 +24,10 @@ class UndecidedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """After the changes ``done``: what the name means, and which 404s nothing explains so far."""
+    """After the changes ``done``: if the name is taken, and which 404s nothing explains so far."""
 
     done: int
-    content: str | None
+    is_taken: bool
     unmet: int
 
 
@@ -48,6 +52,10 @@ class _Search:
             change.outcome is not Outcome.UNKNOWN or change.content in seen
             for change in self.changes
         )
+        self.spare = {
+            kind: _bits(change.kind is kind for change in self.changes) & ~self.must
+            for kind in Kind
+        }
         self.absences = self._absences(answers)
 
     def _before(
@@ -74,41 +82,54 @@ class _Search:
 
     def run(self) -> bool:
         every = (1 << len(self.absences)) - 1
-        stack = [_State(0, None, self._unmet(0, every))]
-        tried = set(stack)
+        stack = [_State(0, False, self._unmet(0, every))]
+        tried: dict[_State, list[int]] = {}
         steps = 0
         while stack:
             state = stack.pop()
             if not self.must & ~state.done and not state.unmet:
                 return True
+            if self._is_hopeless(state, tried):
+                continue
             steps += 1
             if steps > MAX_STEPS:
                 raise UndecidedError(f"{len(self.changes)} changes, {steps} steps")
-            following = [s for s in self._following(state) if s not in tried]
-            tried.update(following)
-            stack += reversed(following)
+            stack += reversed(list(self._following(state)))
+        return False
+
+    def _is_hopeless(self, state: _State, tried: dict[_State, list[int]]) -> bool:
+        """Whether the same was tried with no more spare changes; if not, it is from now on."""
+        spent = state.done & ~self.must
+        before = tried.setdefault(replace(state, done=state.done & self.must), [])
+        if any(not other & ~spent for other in before):
+            return True
+        before[:] = [other for other in before if spent & ~other] + [spent]
         return False
 
     def _following(self, state: _State) -> Iterator[_State]:
+        open_kinds = set(Kind)
         for index, change in enumerate(self.changes):
             bit = 1 << index
             if state.done & bit or self.before[index] & ~state.done:
                 continue
+            if self.spare[change.kind] & bit:
+                if change.kind not in open_kinds:
+                    continue
+                open_kinds.remove(change.kind)
             next_state = self._after(state, change, bit)
             if next_state is not None and self._is_hopeful(next_state):
                 yield next_state
 
     def _after(self, state: _State, change: Change, bit: int) -> _State | None:
         done = state.done | bit
-        is_taken = state.content is not None
         if change.outcome is Outcome.TAKEN or change.outcome is Outcome.MISSING:
-            is_right = is_taken == (change.outcome is Outcome.TAKEN)
-            return _State(done, state.content, state.unmet) if is_right else None
-        if is_taken == (change.kind is Kind.LOAD) and change.kind is not Kind.REPLACE:
+            is_right = state.is_taken == (change.outcome is Outcome.TAKEN)
+            return _State(done, state.is_taken, state.unmet) if is_right else None
+        if state.is_taken == (change.kind is Kind.LOAD) and change.kind is not Kind.REPLACE:
             return None
         if change.kind is not Kind.UNLOAD:
-            return _State(done, change.content, state.unmet)
-        return _State(done, None, self._unmet(done, state.unmet))
+            return _State(done, True, state.unmet)
+        return _State(done, False, self._unmet(done, state.unmet))
 
     def _unmet(self, done: int, unmet: int) -> int:
         """The absences that are not explained by the name meaning nothing after ``done``."""

@@ -1,8 +1,12 @@
-"""Runs the experiment for long: ``python -m tests.consistency.soak --minutes 20 --json OUT``."""
+"""Runs the experiment for long: ``python -m tests.consistency.soak --minutes 20 --json OUT``.
+
+``--history`` keeps what was recorded, ``--check`` judges such a recording again.
+"""
 
 import argparse
 import asyncio
 import json
+import pickle
 import sys
 import tempfile
 from pathlib import Path
@@ -67,9 +71,16 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--history", type=Path)
+    parser.add_argument("--check", type=Path)
     arguments = parser.parse_args()
     load = Load(num_clients=arguments.clients)
-    report = run(arguments.engine, arguments.minutes, load, arguments.seed)
+    if arguments.check is not None:
+        report: Report = pickle.loads(arguments.check.read_bytes())
+    else:
+        report = run(arguments.engine, arguments.minutes, load, arguments.seed)
+    if arguments.history is not None:
+        arguments.history.write_bytes(pickle.dumps(report))
     figures = {"engine": arguments.engine, "seed": arguments.seed, **report.figures()}
     text = json.dumps(figures, indent=2)
     if arguments.json is not None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.consistency.checker import check
@@ -240,3 +240,21 @@ def test_any_name_lost_while_in_service_is_refused(seed: int, data: st.DataObjec
         late = data.draw(st.floats(0.001, 10))
         made.answers.append(saw(at=(end + 1 + late, end + 2 + late)))
         assert [violation.kind for violation in check(made)] == ["unexplained"]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32))
+def test_a_long_history_is_decided_either_way(seed: int) -> None:
+    made = make_history(seed, num_changes=150, num_answers=300)
+    assert check(made) == []
+    # In the middle of much that is unclear: an unload that found nothing in a name that is taken.
+    made.changes = [
+        change
+        for change in made.changes
+        if change.kind is not Kind.UNLOAD or change.outcome is not UNKNOWN
+    ]
+    made.answers = []
+    end = max(change.ended for change in made.changes)
+    made.changes += [replaced("last", end + 1, end + 2)]
+    made.changes += [unload(end + 3, end + 4, outcome=Outcome.MISSING)]
+    assert [violation.kind for violation in check(made)] == ["unexplained"]
