@@ -92,6 +92,7 @@ def decode(
     head_size: int,
     num_decodes: int = 64,
     *,
+    context: int = 4096,
     groups: int = 4,
     dtype: torch.dtype = torch.bfloat16,
     fp8: bool = False,
@@ -100,7 +101,7 @@ def decode(
     """Attend from decodes."""
     cache, scales = _cache(head_size, dtype, fp8=fp8)
     query = _meta(num_decodes, 8 * groups, head_size, dtype=dtype)
-    batch = attention_batch(num_decodes, 0, 1, 4096)
+    batch = attention_batch(num_decodes, 0, 1, context)
     paged_decode(query, cache, cache, batch, scale=0.1, scales=scales, **options)
 
 
@@ -177,10 +178,10 @@ def all_cases() -> dict[str, Callable[[], object]]:
         cases[f"decode_{head_size}"] = partial(decode, head_size)
         cases[f"prefill_short_{head_size}"] = partial(prefill, head_size, 8)
         cases[f"prefill_long_{head_size}"] = partial(prefill, head_size, 512)
+        cases[f"decode_fp8_{head_size}"] = partial(decode, head_size, fp8=True)
+        cases[f"prefill_fp8_{head_size}"] = partial(prefill, head_size, 512, fp8=True)
     for head_size in (64, 128, 256):
         cases[f"prefill_window_{head_size}"] = partial(
             prefill, head_size, 512, window=1024, soft_cap=30.0
         )
-        cases[f"decode_fp8_{head_size}"] = partial(decode, head_size, fp8=True)
-        cases[f"prefill_fp8_{head_size}"] = partial(prefill, head_size, 512, fp8=True)
     return cases

@@ -62,7 +62,10 @@ def _add_row(
     tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=col_mask)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["mid_width", "part_stride"],
+    do_not_specialize_on_alignment=["token_slots_ptr"],
+)
 def _expand_rows_kernel(
     mid_ptr,
     ranks_ptr,
@@ -182,7 +185,10 @@ def _add_tile(
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["mid_width", "part_stride", "num_segments"],
+    do_not_specialize_on_alignment=["segment_starts_ptr", "segment_slots_ptr"],
+)
 def _expand_tiles_kernel(
     mid_ptr,
     ranks_ptr,

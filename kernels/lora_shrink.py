@@ -17,7 +17,10 @@ from kernels.metadata import LoRABatch
 from kernels.tiles import find_run, num_tiles
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["mid_width", "mid_part_stride"],
+    do_not_specialize_on_alignment=["token_slots_ptr"],
+)
 def _shrink_rows_kernel(
     x_ptr,
     lora_a_ptr,
@@ -63,7 +66,10 @@ def _shrink_rows_kernel(
     tl.store(mid_ptrs, tl.sum(products, 1), mask=row_mask)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_segments", "mid_width", "mid_part_stride"],
+    do_not_specialize_on_alignment=["segment_starts_ptr", "segment_slots_ptr"],
+)
 def _shrink_tiles_kernel(
     x_ptr,
     lora_a_ptr,

@@ -14,7 +14,10 @@ from kernels.flash import load_vectors, score_factors, scores, update, vector_in
 from kernels.metadata import AttentionBatch, KVScales
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "context_lens_ptr"],
+)
 def _decode_kernel(
     query_ptr,
     key_cache_ptr,
@@ -133,7 +136,7 @@ def paged_decode(
         raise ValueError("paged_decode: caches and the heads of query must be contiguous")
     num_decodes, num_heads, head_size = query.shape
     page, kv_heads = key_cache.shape[1:3]
-    config = tuning.decode_config(head_size, query.element_size())
+    config = tuning.decode_config(head_size, query.element_size(), fp8=scales is not None)
     splits = tuning.decode_splits(
         num_decodes * kv_heads,
         min(batch.max_context_len, window or batch.max_context_len),

@@ -68,7 +68,10 @@ def _attend_range(
     return m, l, acc
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_sequences", "first_start", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "query_starts_ptr", "context_lens_ptr"],
+)
 def _prefill_kernel(
     query_ptr,
     key_cache_ptr,
@@ -168,7 +171,9 @@ def paged_prefill(
     num_tokens, num_heads, head_size = query.shape
     page, kv_heads = key_cache.shape[1:3]
     groups = num_heads // kv_heads
-    config = tuning.prefill_config(head_size, batch.max_query_len * groups, query.element_size())
+    config = tuning.prefill_config(
+        head_size, batch.max_query_len * groups, query.element_size(), fp8=scales is not None
+    )
     block_rows = max(config.block_rows, tuning.next_power_of_two(groups))
     tile_tokens = block_rows // groups
     num_sequences = batch.context_lens.shape[0] - batch.num_decodes

@@ -87,7 +87,8 @@ def store_kv(
 def quantise(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return [..., D] in float8_e4m3fn, and the [...] float32 that it must be multiplied by."""
     largest = vectors.float().abs().amax(-1)
-    scales = (largest / _MAX_E4M3).masked_fill(largest == 0, 1.0)
+    # By a tensor: by a number, a GPU multiplies by the reciprocal, which rounds differently.
+    scales = (largest / torch.full_like(largest, _MAX_E4M3)).masked_fill(largest == 0, 1.0)
     return (vectors.float() / scales[..., None]).to(torch.float8_e4m3fn), scales
 
 

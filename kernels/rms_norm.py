@@ -11,7 +11,7 @@ import triton.language as tl
 from kernels import tuning
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x_ptr,
     update_ptr,

@@ -11,7 +11,7 @@ import torch
 from kernels.kv_store import store_kv
 from kernels.lora_expand import lora_expand
 from kernels.lora_shrink import lora_shrink
-from kernels.metadata import AttentionBatch, LoRABatch
+from kernels.metadata import AttentionBatch, KVScales, LoRABatch
 from kernels.paged_decode import paged_decode
 from kernels.paged_prefill import paged_prefill
 from kernels.rms_norm import rms_norm
@@ -75,11 +75,20 @@ class _Builder:
 
         return run
 
-    def attention(self, op: str, head_size: int, query_len: int) -> Case:
+    def cache(
+        self, num_blocks: int, head_size: int, *, fp8: bool
+    ) -> tuple[torch.Tensor, KVScales | None]:
+        """Return what stands for keys and for values: the kernels read both."""
+        cache = self.random(num_blocks, _BLOCK_SIZE, _KV_HEADS, head_size)
+        if not fp8:
+            return cache, None
+        table = torch.ones(cache.shape[:3], device=self._device)
+        return cache.to(torch.float8_e4m3fn), KVScales(table, table)
+
+    def attention(self, op: str, head_size: int, query_len: int, *, fp8: bool = False) -> Case:
         sequences = 32 if op == "decode" else 4
         blocks = _CONTEXT // _BLOCK_SIZE
-        shape = (sequences * blocks, _BLOCK_SIZE, _KV_HEADS, head_size)
-        key, value = self.random(*shape), self.random(*shape)
+        cache, scales = self.cache(sequences * blocks, head_size, fp8=fp8)
         tables = torch.randperm(sequences * blocks, device=self._device).to(torch.int32)
         batch = AttentionBatch(
             query_starts=self.integers([query_len * row for row in range(sequences + 1)]),
@@ -93,7 +102,7 @@ class _Builder:
         query = self.random(sequences * query_len, _HEADS, head_size)
         attend = paged_decode if op == "decode" else paged_prefill
         scale = head_size**-0.5
-        return lambda: [attend(query, key, value, batch, scale=scale)]
+        return lambda: [attend(query, cache, cache, batch, scale=scale, scales=scales)]
 
     def lora(self, op: str, segments: int, segment_len: int) -> Case:
         num_tokens, num_slots = segments * segment_len, min(segments, 64)
@@ -144,4 +153,8 @@ def all_cases(device: torch.device) -> dict[tuple[str, str], Case]:
         builds["decode", name] = partial(builder.attention, "decode", head_size, 1)
         builds["prefill_short", name] = partial(builder.attention, "prefill", head_size, 8)
         builds["prefill_long", name] = partial(builder.attention, "prefill", head_size, 512)
+        builds["decode_fp8", name] = partial(builder.attention, "decode", head_size, 1, fp8=True)
+        builds["prefill_fp8", name] = partial(
+            builder.attention, "prefill", head_size, 512, fp8=True
+        )
     return {row: _lazy(build) for row, build in builds.items()}

@@ -136,14 +136,18 @@ def shrink_splits(num_programs: int, in_size: int, device: torch.device) -> int:
     return _floor_power_of_two(min(wanted, allowed))
 
 
-def decode_config(head_size: int, element_size: int) -> AttentionConfig:
+def decode_config(head_size: int, element_size: int, *, fp8: bool) -> AttentionConfig:
     """Choose by head size: a decode streams its context whatever else the batch holds."""
-    return _fit_elements(table().row("decode", str(pad_head_size(head_size))), element_size)
+    family = "decode_fp8" if fp8 else "decode"
+    return _fit_elements(table().row(family, str(pad_head_size(head_size))), element_size)
 
 
-def prefill_config(head_size: int, max_query_rows: int, element_size: int) -> AttentionConfig:
+def prefill_config(
+    head_size: int, max_query_rows: int, element_size: int, *, fp8: bool
+) -> AttentionConfig:
     """Choose by head size and by the query rows of the longest sequence."""
     family = "prefill_short" if max_query_rows <= 64 else "prefill_long"
+    family = "prefill_fp8" if fp8 else family
     return _fit_elements(table().row(family, str(pad_head_size(head_size))), element_size)
 
 

@@ -72,7 +72,8 @@ class AttentionConfig:
 Config = BlockConfig | LoRARowsConfig | LoRATilesConfig | AttentionConfig
 
 # Every family of kernels: the type of its rows, and their names. `kernels.tuning` chooses among
-# the rows; attention's are the head size padded to a power of two.
+# the rows; attention's are the head size padded to a power of two. Over an fp8 cache it has rows of
+# its own, since decoding takes registers.
 FAMILIES: dict[str, tuple[type[Config], tuple[str, ...]]] = {
     "store_kv": (BlockConfig, ("all",)),
     "rms_norm": (BlockConfig, ("narrow", "wide", "widest")),
@@ -85,6 +86,8 @@ FAMILIES: dict[str, tuple[type[Config], tuple[str, ...]]] = {
     "decode": (AttentionConfig, _HEAD_SIZES),
     "prefill_short": (AttentionConfig, _HEAD_SIZES),
     "prefill_long": (AttentionConfig, _HEAD_SIZES),
+    "decode_fp8": (AttentionConfig, _HEAD_SIZES),
+    "prefill_fp8": (AttentionConfig, _HEAD_SIZES),
 }
 
 
