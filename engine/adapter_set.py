@@ -24,6 +24,9 @@ from engine.lora.prefetcher import AdapterPrefetcher
 from engine.lora.slots import SlotManager
 from engine.stats import LoRAResidency
 
+# Adapters on a GPU that wait for a slot: while one is used, the next ones arrive.
+_MAX_UPLOADED = 4
+
 
 class AdapterSet:
     """Everything the engine knows of adapters.
@@ -45,8 +48,11 @@ class AdapterSet:
         self._tokenizer = tokenizer
         self._cache = HostCache(config.max_cpu_loras)
         self.slots = SlotManager(config.max_loras)
+        # What is uploaded ahead takes the device's memory beside the slots.
+        upload = model.upload
+        max_ahead = config.max_loras if upload is None else min(config.max_loras, _MAX_UPLOADED)
         self.prefetcher = AdapterPrefetcher(
-            self._cache, self._load, executor, max_ahead=config.max_loras
+            self._cache, self._load, executor, max_ahead=max_ahead, upload=upload
         )
         self._num_users: Counter[str] = Counter()
         self._retired: set[str] = set()

@@ -14,11 +14,13 @@ from engine.graphs import CudaRecorder, GraphPlan, GraphRunner, Recorder, Static
 from engine.lora.adapter import LoRAAdapter
 from engine.lora.batch import build_lora_batch
 from engine.lora.targets import ModelTargets
+from engine.lora.uploader import AdapterUploader, keep_for_current_stream
 from engine.models.paged_model import PagedModel
 from engine.models.spec import ModelSpec
 from engine.parallel.group import TensorParallelGroup
 from engine.parallel.sharding import ShardPlan
 from engine.step_batch import LoRARuns, StepBatch
+from engine.warm_up import WarmUp, warm_up_steps
 from kernels.metadata import AttentionBatch, LoRABatch
 
 
@@ -39,6 +41,13 @@ class ModelExecutor(Protocol):
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache of every layer."""
+
+    @property
+    def upload(self) -> Callable[[LoRAAdapter], LoRAAdapter] | None:
+        """Brings an adapter to where `write_slot` takes it at once, on any thread; None if any is.
+
+        It may take long, and no step waits for it.
+        """
 
     def write_slot(self, slot: int, adapter: LoRAAdapter) -> None:
         """Make `slot` mean `adapter`; no running step may use the slot."""
@@ -65,7 +74,8 @@ class ModelExecutor(Protocol):
 class LocalExecutor:
     """A model, or one rank's part of it, on one device.
 
-    On a GPU decode steps are recorded, unless the model is split or ``enforce_eager`` says not to.
+    On a GPU every kernel is compiled before the first request, and decode steps are recorded unless
+    the model is split or ``enforce_eager`` says not to.
     """
 
     def __init__(
@@ -74,6 +84,7 @@ class LocalExecutor:
         *,
         group: TensorParallelGroup | None = None,
         recorder: Recorder | None = None,
+        uploader: AdapterUploader | None = None,
     ) -> None:
         self._config = config
         self._model = PagedModel(config, group=group)
@@ -82,6 +93,9 @@ class LocalExecutor:
             recorder = recorder or CudaRecorder(self._device)
         self._recorder = recorder
         self._graphs: GraphRunner | None = None
+        self._uploader = uploader
+        if self._device.type == "cuda" and group is None and config.lora is not None:
+            self._uploader = uploader or AdapterUploader(self._device)
         self._hidden: torch.Tensor | None = None
 
     @property
@@ -105,11 +119,18 @@ class LocalExecutor:
 
     def allocate_cache(self, num_blocks: int) -> None:
         self._model.allocate_cache(num_blocks)
+        if self._device.type == "cuda":
+            self._warm_up()
         if self._recorder is not None:
             self._graphs = self._record(self._recorder)
 
+    @property
+    def upload(self) -> Callable[[LoRAAdapter], LoRAAdapter] | None:
+        return None if self._uploader is None else self._uploader.upload
+
     def write_slot(self, slot: int, adapter: LoRAAdapter) -> None:
         self._model.write_slot(slot, adapter)
+        keep_for_current_stream(adapter)
 
     def clear_slot(self, slot: int) -> None:
         self._model.clear_slot(slot)
@@ -156,15 +177,26 @@ class LocalExecutor:
     def close(self) -> None:
         """Nothing is held outside of this process."""
 
+    def _warm_up(self) -> None:
+        config = self._config
+        self._model.fix_slots()
+        run = WarmUp(self._model, config.cache.block_size).run
+        max_tokens = config.scheduler.max_num_batched_tokens
+        for step in warm_up_steps(max_tokens, self.spec.max_model_len, self._max_rank):
+            run(step)
+
+    @property
+    def _max_rank(self) -> int:
+        return 0 if self._config.lora is None else self._config.lora.max_lora_rank
+
     def _record(self, recorder: Recorder) -> GraphRunner:
         config, spec = self._config, self._model.spec
         max_loras = 0 if config.lora is None else config.lora.max_loras
-        max_rank = 0 if config.lora is None else config.lora.max_lora_rank
         plan = GraphPlan(config.scheduler.max_num_seqs, max_loras)
         max_blocks = -(-spec.max_model_len // config.cache.block_size)
         self._model.fix_slots()
         graphs = GraphRunner(
-            self._model, plan, StaticInputs(plan, max_blocks, max_rank, self._device)
+            self._model, plan, StaticInputs(plan, max_blocks, self._max_rank, self._device)
         )
         graphs.record_all(recorder)
         return graphs

@@ -11,10 +11,10 @@ recorded is the recorder's: `CudaRecorder` on a GPU.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from kernels.metadata import AttentionBatch, LoRABatch
 
 logger = logging.getLogger(__name__)
 
+_Array = TypeVar("_Array", np.ndarray, torch.Tensor)
 _NO_SLOT = -1
 # Every size costs a recording for each number of adapters. From 16 on, at most a third of a step's
 # tokens are padding; below, a step's time is that of reading the weights.
@@ -91,49 +92,72 @@ class GraphPlan:
 
 
 class StaticInputs:
-    """The buffers that every graph reads, a prefix of each."""
+    """The buffers that every graph reads, a prefix of each.
+
+    Each has a double in host memory where a step is laid out, so that it takes a few transfers,
+    which on a GPU nothing waits for.
+    """
 
     def __init__(self, plan: GraphPlan, max_blocks: int, max_rank: int, device: torch.device):
         tokens, segments = plan.max_tokens, plan.max_adapters + 2
-
-        def buffer(*shape: int, fill: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.full(shape, fill, dtype=dtype, device=device)
-
         self._max_rank = max_rank
-        self.token_ids = buffer(tokens, fill=0, dtype=torch.int64)
-        self.positions = buffer(tokens, fill=0, dtype=torch.int64)
-        self.slot_mapping = buffer(tokens, fill=-1, dtype=torch.int64)
-        self.rows = torch.arange(tokens, device=device)
+        self._wide = _Mirror((3, tokens), torch.int64, device)
+        self._narrow = _Mirror((2 * tokens + 2 * segments + 1,), torch.int32, device)
+        self._tables = _Mirror((tokens * max_blocks,), torch.int32, device)
+        sizes = (tokens, tokens, segments + 1, segments)
+        self._host: _Fields[np.ndarray] = _Fields(
+            *self._wide.host.numpy(), *_cut(self._narrow.host.numpy(), sizes)
+        )
+        self._device: _Fields[torch.Tensor] = _Fields(
+            *self._wide.device, *_cut(self._narrow.device, sizes)
+        )
+        self._block_tables = self._tables.device.view(tokens, max_blocks)
         self._query_starts = torch.arange(tokens + 1, dtype=torch.int32, device=device)
-        self._context_lens = buffer(tokens, fill=0, dtype=torch.int32)
-        self._block_tables = buffer(tokens, max_blocks, fill=0, dtype=torch.int32)
-        self._token_slots = buffer(tokens, fill=_NO_SLOT, dtype=torch.int32)
-        self._segment_starts = buffer(segments + 1, fill=0, dtype=torch.int32)
-        self._segment_slots = buffer(segments, fill=_NO_SLOT, dtype=torch.int32)
+        self.rows = torch.arange(tokens, device=device)
+        self._sent: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        return self._device.token_ids
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return self._device.positions
 
     def fill(self, step: StepBatch, key: GraphKey) -> None:
         """Write a step, and after it tokens without effect."""
-        size = key.num_tokens
-        _put(self.token_ids[:size], step.token_ids, 0)
-        _put(self.positions[:size], step.positions, 0)
-        _put(self.slot_mapping[:size], step.slot_mapping, -1)
-        _put(self._context_lens[:size], step.context_lens, 0)
-        num_seqs, width = step.block_tables.shape
-        self._block_tables[:num_seqs, :width].copy_(torch.from_numpy(step.block_tables))
+        if self._sent is not None:
+            # The transfers of the step before have long ended: its tokens are known.
+            self._sent.synchronize()
+        host, size = self._host, key.num_tokens
+        _put(host.token_ids[:size], step.token_ids, 0)
+        _put(host.positions[:size], step.positions, 0)
+        _put(host.slot_mapping[:size], step.slot_mapping, -1)
+        _put(host.context_lens[:size], step.context_lens, 0)
         if key.max_adapters:
             slots, starts, segment_slots = _segments(step, key)
-            _put(self._token_slots[:size], slots, _NO_SLOT)
-            self._segment_starts[: len(starts)].copy_(torch.from_numpy(starts))
-            self._segment_slots[: len(segment_slots)].copy_(torch.from_numpy(segment_slots))
+            _put(host.token_slots[:size], slots, _NO_SLOT)
+            _put(host.segment_starts[: len(starts)], starts, 0)
+            _put(host.segment_slots[: len(segment_slots)], segment_slots, _NO_SLOT)
+        self._wide.send()
+        self._narrow.send()
+        num_seqs, width = step.block_tables.shape
+        staged = self._tables.host[: num_seqs * width].view(num_seqs, width)
+        staged.numpy()[:] = step.block_tables
+        self._block_tables[:num_seqs, :width].copy_(staged, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
 
     def attention(self, key: GraphKey, max_context_len: int) -> AttentionBatch:
         """What a graph's attention reads; kernels divide their work for the longest context."""
         size = key.num_tokens
         return AttentionBatch(
             query_starts=self._query_starts[: size + 1],
-            context_lens=self._context_lens[:size],
+            context_lens=self._device.context_lens[:size],
             block_tables=self._block_tables[:size],
-            slot_mapping=self.slot_mapping[:size],
+            slot_mapping=self._device.slot_mapping[:size],
             num_decodes=size,
             max_query_len=1,
             max_context_len=max_context_len,
@@ -145,9 +169,9 @@ class StaticInputs:
             return None
         num_segments = key.max_adapters + 2
         return LoRABatch(
-            token_slots=self._token_slots[: key.num_tokens],
-            segment_starts=self._segment_starts[: num_segments + 1],
-            segment_slots=self._segment_slots[:num_segments],
+            token_slots=self._device.token_slots[: key.num_tokens],
+            segment_starts=self._device.segment_starts[: num_segments + 1],
+            segment_slots=self._device.segment_slots[:num_segments],
             # With room for an adapter for each token, tokens share no weights.
             max_segment_len=1 if key.max_adapters >= key.num_tokens else key.num_tokens,
             max_active_rank=self._max_rank,
@@ -158,8 +182,8 @@ class StaticInputs:
 class Recorder(Protocol):
     """Records what a function launches."""
 
-    def record(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Return a function that launches it again and returns the same tensor, filled anew."""
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that launches it again, on the same memory."""
 
 
 class GraphRunner:
@@ -169,7 +193,11 @@ class GraphRunner:
         self._model = model
         self._plan = plan
         self._inputs = inputs
-        self._graphs: dict[GraphKey, Callable[[], torch.Tensor]] = {}
+        self._graphs: dict[GraphKey, Callable[[], None]] = {}
+        # One for all graphs: each of its own would take a vocabulary's width for every size.
+        self._logits = torch.empty(
+            plan.max_tokens, model.spec.vocab_size, dtype=torch.float32, device=model.spec.device
+        )
 
     @property
     def num_graphs(self) -> int:
@@ -197,18 +225,20 @@ class GraphRunner:
         if key is None or key not in self._graphs:
             return None
         self._inputs.fill(step, key)
-        return self._graphs[key]()[: step.num_tokens]
+        self._graphs[key]()
+        return self._logits[: step.num_tokens]
 
-    def _forward(self, key: GraphKey) -> torch.Tensor:
+    def _forward(self, key: GraphKey) -> None:
         inputs, size = self._inputs, key.num_tokens
         lora = inputs.lora(key)
-        return self._model.forward(
+        self._model.forward(
             inputs.token_ids[:size],
             inputs.positions[:size],
             attention=inputs.attention(key, self._model.spec.max_model_len),
             lora=lora,
             logits_rows=inputs.rows[:size],
             logits_lora=lora,
+            out=self._logits[:size],
         )
 
 
@@ -216,29 +246,64 @@ class CudaRecorder:
     """CUDA graphs in one memory pool; they run one at a time."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        # Kernels are compiled, and libraries set up, before anything is recorded.
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            run()
-        torch.cuda.current_stream().wait_stream(self._stream)
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        callers = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(callers)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            logits = run()
+        # Left again also where recording fails, which torch.cuda.graph does not see to.
+        with torch.cuda.stream(self._stream):
+            # Kernels are compiled, and libraries set up, before anything is recorded.
+            run()
+            # Other threads, such as those of another engine, may do what a recording must not.
+            with torch.cuda.graph(
+                graph, self._pool, self._stream, capture_error_mode="thread_local"
+            ):
+                run()
+        callers.wait_stream(self._stream)
+        return graph.replay
 
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return logits
 
-        return replay
+@dataclass(frozen=True, slots=True)
+class _Fields(Generic[_Array]):
+    """The parts of the buffers, in host memory or on the device."""
+
+    token_ids: _Array
+    positions: _Array
+    slot_mapping: _Array
+    context_lens: _Array
+    token_slots: _Array
+    segment_starts: _Array
+    segment_slots: _Array
 
 
-def _put(buffer: torch.Tensor, values: np.ndarray, padding: int) -> None:
-    buffer[: len(values)].copy_(torch.from_numpy(values), non_blocking=True)
-    buffer[len(values) :].fill_(padding)
+class _Mirror:
+    """A tensor on the device and its double in host memory, which a GPU reads by itself."""
+
+    __slots__ = ("device", "host")
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.device = torch.zeros(shape, dtype=dtype, device=device)
+        self.host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+    def send(self) -> None:
+        """Begin to copy the double to the device."""
+        self.device.copy_(self.host, non_blocking=True)
+
+
+def _cut(values: _Array, sizes: Sequence[int]) -> Iterator[_Array]:
+    start = 0
+    for size in sizes:
+        yield values[start : start + size]
+        start += size
+
+
+def _put(buffer: np.ndarray, values: np.ndarray, padding: int) -> None:
+    buffer[: len(values)] = values
+    buffer[len(values) :] = padding
 
 
 def _segments(step: StepBatch, key: GraphKey) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

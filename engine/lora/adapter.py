@@ -5,7 +5,7 @@ other adapters.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -68,7 +68,7 @@ class LoRAModule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoRAAdapter:
-    """An adapter's weights in host memory.
+    """An adapter's weights, in host memory unless an uploader gave it.
 
     ``modules`` are views into one contiguous ``buffer``; ``changes`` is what it changes otherwise.
     An adapter with an ``invocation`` is applied from the last place on where these tokens occur.
@@ -92,6 +92,14 @@ class LoRAAdapter:
     @property
     def size_bytes(self) -> int:
         return self.info.size_bytes
+
+    def with_buffer(self, buffer: torch.Tensor) -> "LoRAAdapter":
+        """The same over a copy of the buffer, which may be on another device."""
+        modules = {
+            name: LoRAModule(_in_buffer(buffer, module.lora_a), _in_buffer(buffer, module.lora_b))
+            for name, module in self.modules.items()
+        }
+        return replace(self, buffer=buffer, modules=modules)
 
 
 def load_adapter(
@@ -297,3 +305,9 @@ def _changes(
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _in_buffer(buffer: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return what a view of one buffer is in a copy of it."""
+    start = part.storage_offset()
+    return buffer[start : start + part.numel()].view(part.shape)

@@ -87,8 +87,9 @@ class LoRAWeights:
     def write_slot(self, slot: int, adapter: LoRAAdapter) -> None:
         """Replace what the slot holds by the adapter. No running step may use the slot."""
         self.clear_slot(slot)
-        # One transfer of the whole adapter, then copies inside the device.
-        staged = adapter.buffer.to(self._device, non_blocking=True)
+        # One transfer of the whole adapter unless it is there, then copies inside the device.
+        if adapter.buffer.device.type != self._device.type:
+            adapter = adapter.with_buffer(adapter.buffer.to(self._device))
         sources: list[torch.Tensor] = []
         places: list[torch.Tensor] = []
         ranks = torch.zeros(self._first_row[-1], dtype=torch.int32)
@@ -98,10 +99,10 @@ class LoRAWeights:
             ranks[self._first_row[number] + projection] = module.rank
             places.append(weights.lora_a[projection, slot, : module.rank])
             places.append(weights.lora_b[projection][slot, : module.rank])
-            sources.extend(_in_buffer(staged, part) for part in (module.lora_a, module.lora_b))
+            sources += (module.lora_a, module.lora_b)
         if places:
             torch._foreach_copy_(places, sources)
-        self._ranks[:, slot] = ranks.to(self._device)
+        self._ranks[:, slot] = ranks.to(self._device, non_blocking=True)
         self._slot_ranks[slot] = adapter.rank
 
     def clear_slot(self, slot: int) -> None:
@@ -127,9 +128,3 @@ class LoRAWeights:
     def _check_group(self, group: tuple[str, ...]) -> None:
         if len({self._targets[name].in_features for name in group}) != 1:
             raise ValueError(f"modules of one group need the same input width: {group}")
-
-
-def _in_buffer(buffer: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """The copy of a host view in a copy of its buffer."""
-    start = part.storage_offset()
-    return buffer[start : start + part.numel()].view(part.shape)

@@ -186,6 +186,8 @@ class PagedModel:
         lora: LoRABatch | None,
         logits_rows: torch.Tensor,
         logits_lora: LoRABatch | None,
+        *,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute one step and return the logits of the chosen tokens; fills the KV cache.
 
@@ -193,10 +195,11 @@ class PagedModel:
         lora                   slots of the T tokens, None when all use the base model
         logits_rows            [R] int64    tokens whose logits are wanted
         logits_lora            slots of these R tokens, None when all use the base model
-        returns                [R, vocab] float32
+        returns                [R, vocab] float32, which is ``out`` where that is given
         """
         with self._context.step(attention, lora, logits_lora):
-            return self._body(input_ids, positions, logits_rows).float()
+            logits = self._body(input_ids, positions, logits_rows)
+            return logits.float() if out is None else out.copy_(logits)
 
     @torch.inference_mode()
     def hidden(self, rows: torch.Tensor, lora: LoRABatch | None) -> torch.Tensor:

@@ -70,6 +70,10 @@ class ParallelExecutor:
         self._workers.tell_all(AllocateCache(num_blocks))
         self._local.allocate_cache(num_blocks)
 
+    @property
+    def upload(self) -> None:
+        """Every rank is sent its part when a slot is written."""
+
     def write_slot(self, slot: int, adapter: LoRAAdapter) -> None:
         plan = self._local.shard_plan
         assert plan is not None
