@@ -73,6 +73,8 @@ class AsyncEngine:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._loaders = ThreadPoolExecutor(_NUM_LOADER_THREADS, thread_name_prefix="lora-loader")
+        # Adapters must not wait behind grammars, which may take seconds.
+        self._compilers = ThreadPoolExecutor(1, thread_name_prefix="grammar-compiler")
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._started: Future[Engine] = Future()
@@ -91,6 +93,7 @@ class AsyncEngine:
         self._commands.put(lambda: None)
         await asyncio.to_thread(self._thread.join)
         self._loaders.shutdown(wait=False, cancel_futures=True)
+        self._compilers.shutdown(wait=False, cancel_futures=True)
 
     @property
     def is_alive(self) -> bool:
@@ -207,7 +210,7 @@ class AsyncEngine:
             return None
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
-            self._loaders, self._engine.grammars.compile, params.structured
+            self._compilers, self._engine.grammars.compile, params.structured
         )
 
     @property

@@ -21,6 +21,7 @@ from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from engine.errors import InvalidRequestError
+from engine.grammar_trial import GrammarTrial
 from engine.structured import StructuredOutput
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,10 @@ class GrammarCompiler:
         self._limits = LLParserLimits(verbose_errors=False)
         self._lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
+        self._trial = GrammarTrial()
+        self._compiled: OrderedDict[StructuredOutput, LLMatcher | InvalidRequestError] = (
+            OrderedDict()
+        )
 
     def compile(self, structured: StructuredOutput) -> Grammar:
         """Prepare a restriction; InvalidRequestError for one that cannot be enforced."""
@@ -79,10 +83,16 @@ class GrammarCompiler:
         with self._lock:
             matcher = self._compiled.pop(structured, None)
             if matcher is None:
-                matcher = self._compile(structured)
+                try:
+                    matcher = self._compile(structured)
+                except InvalidRequestError as error:
+                    # Remembered too: finding out may have taken seconds.
+                    matcher = error
             self._compiled[structured] = matcher
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
+        if isinstance(matcher, InvalidRequestError):
+            raise InvalidRequestError(matcher.message, param=matcher.param)
 
         def start() -> GrammarState:
             return GrammarState(
@@ -104,6 +114,8 @@ class GrammarCompiler:
         except Exception as error:
             # The converters raise what they like.
             raise _refused(structured, str(error)) from error
+        if not self._trial.survives(source):
+            raise _refused(structured, "it takes too much time or memory")
         matcher = LLMatcher(vocabulary, source, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise _refused(structured, matcher.get_error())

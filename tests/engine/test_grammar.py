@@ -2,7 +2,9 @@
 
 import json
 import pickle
+import resource
 from pathlib import Path
+from string import ascii_letters
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from transformers import AutoTokenizer
 
 from engine.errors import InvalidRequestError
 from engine.grammar import Grammar, GrammarCompiler, GrammarFailedError
+from engine.grammar_trial import MAX_CPU_S
 from engine.structured import JSON_OBJECT, StructuredOutput
 from tests.engine.tiny_tokenizer import save_tiny_tokenizer
 
@@ -188,6 +191,22 @@ def test_what_cannot_be_enforced_is_refused(
     with pytest.raises(InvalidRequestError) as caught:
         compiler.compile(structured)
     assert caught.value.param == "structured_outputs"
+
+
+def test_a_grammar_without_bounds_costs_seconds_once_and_nothing_afterwards(
+    compiler: GrammarCompiler,
+) -> None:
+    parts = [{"type": "string", "pattern": f".*{letter}.*"} for letter in ascii_letters]
+    bomb = StructuredOutput(kind="json_schema", source=json.dumps({"allOf": parts}))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with pytest.raises(InvalidRequestError, match="too much time or memory"):
+        compiler.compile(bomb)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3 * MAX_CPU_S
+    with pytest.raises(InvalidRequestError, match="too much time or memory"):
+        compiler.compile(bomb)
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime == after.ru_utime
+    assert accepts(compiler, compiler.compile(StructuredOutput(kind="regex", source="ab")), "ab")
 
 
 def test_a_model_without_an_end_cannot_be_restricted(compiler: GrammarCompiler) -> None:
