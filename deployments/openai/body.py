@@ -3,6 +3,7 @@
 Knows HTTP and JSON; what the fields mean is the models' and ``unsupported.py``'s business.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -13,6 +14,9 @@ from starlette.requests import ClientDisconnect
 
 from deployments.openai.failures import ApiError
 from deployments.openai.unsupported import refuse_unsupported
+
+# Only a body with so long a number can have one beyond 64 bits.
+_MANY_DIGITS = re.compile(rb"[0-9]{19}")
 
 
 class Body(BaseModel):
@@ -48,6 +52,9 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
         raise ApiError(f"The body is not valid JSON: {error}", param="body") from None
     if not isinstance(data, dict):
         raise ApiError("The body must be a JSON object.", param="body")
+    if _MANY_DIGITS.search(raw):
+        for name, value in data.items():
+            _refuse_huge_integers(value, name)
     return data
 
 
@@ -59,6 +66,21 @@ def parse_body(data: dict[str, Any], model: type[BodyT]) -> BodyT:
 
 def _without_nulls(data: dict[str, Any], keep: frozenset[str]) -> dict[str, Any]:
     return {name: value for name, value in data.items() if value is not None or name in keep}
+
+
+def _refuse_huge_integers(value: object, field: str, *, is_free: bool = False) -> None:
+    """Objects of any shape (schemas, tools, metadata) are written as JSON, which ends at 64 bits.
+
+    Other integers are judged by their fields, which name them better.
+    """
+    if isinstance(value, dict):
+        for item in value.values():
+            _refuse_huge_integers(item, field, is_free=True)
+    elif isinstance(value, list):
+        for item in value:
+            _refuse_huge_integers(item, field, is_free=is_free)
+    elif is_free and isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        raise ApiError(f"{field} contains an integer beyond 64 bits.", param=field)
 
 
 def _check_content_type(request: Request) -> None:
