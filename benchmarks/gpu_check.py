@@ -15,7 +15,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 
 from benchmarks import gpu_engine, gpu_kernels
 from benchmarks.gpu_engine import Plan
-from benchmarks.gpu_report import as_markdown, missed_targets
+from benchmarks.gpu_report import as_markdown, missed_targets, upload_line
 from benchmarks.machine import Machine, measure_machine
 from benchmarks.random_model import TINY, RandomModel, make_random_model
 from benchmarks.roofline import LLAMA_8B
@@ -77,10 +78,7 @@ def _engine(run: Run) -> Findings:
 
 def _uploads(run: Run) -> Findings:
     found = gpu_engine.measure_uploads(run.model, run.plan, run.root)
-    print(
-        f"  an upload of {found['adapter_bytes'] / 1e6:.1f} MB makes a step of "
-        f"{found['usual_step_s'] * 1e3:.2f} ms longer by {found['median_stall_s'] * 1e3:.2f} ms"
-    )
+    print(f"  {upload_line(found)}")
     return {"passed": True, **found}
 
 
@@ -121,41 +119,51 @@ def main() -> int:
         shape = TINY if arguments.tiny else LLAMA_8B
         model = make_random_model(Path(root, "model"), shape, dtype, device)
         plan = gpu_engine.SMALL if arguments.tiny else gpu_engine.FULL
-        report = run_sections(Run(model, machine, plan, Path(root), arguments.tiny, ends_at))
+        run = Run(model, machine, plan, Path(root), arguments.tiny, ends_at)
+        for report in run_sections(run):
+            # After each section, since a later one may end this process.
+            if arguments.json:
+                arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+            if arguments.markdown:
+                arguments.markdown.write_text(as_markdown(report))
     faulthandler.cancel_dump_traceback_later()
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    if arguments.markdown:
-        arguments.markdown.write_text(as_markdown(report))
     for missed in report["missed_targets"]:
         print(f"target missed: {missed}")
     return 0 if all(found["passed"] for found in report["sections"].values()) else 1
 
 
-def run_sections(run: Run) -> Findings:
-    """Run every section that there is time for, and return the report."""
+def run_sections(run: Run) -> Iterator[Findings]:
+    """Run every section that there is time for; yield the report after each."""
     sections: dict[str, Findings] = {}
     for name, (section, needed_s) in SECTIONS.items():
         print(f"{name}:", flush=True)
+        start = time.monotonic()
         if run.left() < (0 if run.is_tiny else needed_s):
             note = f"skipped: {run.left():.0f} s left of the budget, it needs {needed_s:.0f} s"
             print(f"  {note}")
             sections[name] = {"passed": True, "skipped": [note]}
-            continue
-        start = time.monotonic()
+        else:
+            sections[name] = _run_section(section, run) | {"duration_s": time.monotonic() - start}
+        report: Findings = {
+            "setup": dataclasses.asdict(run.machine),
+            "model": dataclasses.asdict(run.model.shape),
+            "plan": gpu_engine.describe(run.plan),
+            "sections": sections,
+        }
+        yield {**report, "missed_targets": missed_targets(report)}
+
+
+def _run_section(section: Callable[[Run], Findings], run: Run) -> Findings:
+    """Run one section. What it raises is its finding: the others are still worth running."""
+    try:
         found = section(run)
-        for skipped in found.get("skipped", ()):
-            print(f"  skipped for lack of time: {skipped}")
-        print(f"  {'passed' if found['passed'] else 'FAILED'}", flush=True)
-        sections[name] = {**found, "duration_s": time.monotonic() - start}
-    report: Findings = {
-        "setup": dataclasses.asdict(run.machine),
-        "model": dataclasses.asdict(run.model.shape),
-        "plan": gpu_engine.describe(run.plan),
-        "sections": sections,
-    }
-    report["missed_targets"] = missed_targets(report)
-    return report
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is in the report
+        traceback.print_exc()
+        found = {"passed": False, "error": f"{type(error).__name__}: {error}"}
+    for skipped in found.get("skipped", ()):
+        print(f"  skipped for lack of time: {skipped}")
+    print(f"  {'passed' if found['passed'] else 'FAILED'}", flush=True)
+    return found
 
 
 def _parse() -> argparse.Namespace:

@@ -5,6 +5,7 @@ Every loop asks the budget before its next case, and says what it left out.
 """
 
 import dataclasses
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -39,13 +40,14 @@ class Plan:
     prompt_tokens: int
     decode_steps: int
     cache_bytes: int
+    max_model_len: int
     peft: tuple[int, int]
     peft_tokens: tuple[int, int]
     uploads: int
 
 
-FULL = Plan((1, 32, 128), (1, 8, 32, 64), 16, 128, 32, 16 << 30, (32, 32), (2, 8), 8)
-SMALL = Plan((1, 4), (1, 4), 4, 8, 4, 1 << 20, (4, 4), (1, 3), 2)
+FULL = Plan((1, 32, 128), (1, 8, 32, 64), 16, 128, 32, 16 << 30, 2048, (32, 32), (2, 8), 8)
+SMALL = Plan((1, 4), (1, 4), 4, 8, 4, 1 << 20, 256, (4, 4), (1, 3), 2)
 
 # Seconds left, by the script's clock.
 TimeLeft = Callable[[], float]
@@ -61,7 +63,7 @@ class DecodeBench:
             model=model.path,
             dtype=str(model.dtype).removeprefix("torch."),  # type: ignore[arg-type]
             device=model.device.type,  # type: ignore[arg-type]
-            max_model_len=2048,
+            max_model_len=plan.max_model_len,
             cache=CacheConfig(memory_bytes=plan.cache_bytes, enable_prefix_caching=False),
             scheduler=SchedulerConfig(max_num_seqs=max(plan.batches), max_num_batched_tokens=8192),
             lora=LoRAConfig(
@@ -83,29 +85,57 @@ class DecodeBench:
     def decode_step_s(self, batch: int, num_adapters: int) -> float:
         """Return the median time of a step in which the whole batch decodes."""
         steps = self._plan.decode_steps
+        # Sequences start together only if no adapter is still on its way to its slot.
+        for index in range(num_adapters):
+            self._add(index, 1)
+        self._finish(0)
         for row in range(batch):
             self._add(row % num_adapters if num_adapters else None, steps + 2)
         times = self._finish(batch)
         return statistics.median(times[: steps + 1])
 
-    def upload_stalls_s(self, batch: int, adapters: range) -> tuple[float, list[float]]:
-        """Return a decode step's median time, and by how much each upload made one longer.
+    def arrivals(self, batch: int, adapters: range) -> list[dict[str, float]]:
+        """Return what a decoding batch notices of each adapter that is asked for and in no slot.
 
-        While a batch decodes, a request for an adapter that is in no slot arrives.
+        Compared with its usual step, and with the first step of a request whose adapter is there.
         """
-        plan = self._plan
-        for _ in range(batch - 1):
-            self._add(None, plan.uploads * 8 + 16)
-        self._steps(6)
-        usual = statistics.median(self._steps(6))
-        stalls = []
+        running = [self._add(None, self._plan.max_model_len // 2) for _ in range(batch - 1)]
+        self._arrival_s(0)
+        found = []
         for index in adapters:
-            self._add(index, 2)
-            stalls.append(max(self._steps(6)) - usual)
+            usual = statistics.median(self._step_s() for _ in range(6))
+            _, resident_s = self._arrival_s(0)
+            while_uploading, first_s = self._arrival_s(index)
+            found.append(
+                {
+                    "usual_step_s": usual,
+                    "steps_while_uploading": len(while_uploading),
+                    "stall_while_uploading_s": max((*while_uploading, usual)) - usual,
+                    "slot_write_s": first_s - resident_s,
+                }
+            )
+        for request_id in running:
+            self._engine.abort_request(request_id)
         self._finish(0)
-        return usual, stalls
+        return found
 
-    def _add(self, adapter: int | None, output_tokens: int) -> None:
+    def _arrival_s(self, adapter: int) -> tuple[list[float], float]:
+        """Ask for an adapter; return the times of steps without it, and of the first with it."""
+        request_id = self._add(adapter, 2)
+        times = []
+        while True:
+            start = time.perf_counter()
+            outputs = self._engine.step()
+            times.append(time.perf_counter() - start)
+            if any(output.request_id == request_id for output in outputs):
+                return times[:-1], times[-1]
+
+    def _step_s(self) -> float:
+        start = time.perf_counter()
+        self._engine.step()
+        return time.perf_counter() - start
+
+    def _add(self, adapter: int | None, output_tokens: int) -> str:
         """Queue a request of tokens that no other request has."""
         self._count += 1
         length = self._plan.prompt_tokens if adapter is None or output_tokens > 2 else 2
@@ -113,16 +143,7 @@ class DecodeBench:
         params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
         lora = None if adapter is None else self._loras[adapter]
         self._engine.add_request(str(self._count), prompt, params, lora=lora)
-
-    def _steps(self, count: int) -> list[float]:
-        """Return the times of so many steps that computed something."""
-        times: list[float] = []
-        while len(times) < count and self._engine.has_work:
-            start = time.perf_counter()
-            outputs = self._engine.step()
-            if outputs:
-                times.append(time.perf_counter() - start)
-        return times
+        return str(self._count)
 
     def _finish(self, batch: int) -> list[float]:
         """Step to the end; return the times of steps that gave `batch` outputs, but the first."""
@@ -251,23 +272,25 @@ def measure_peft(model: RandomModel, plan: Plan) -> dict[str, Any]:
 
 
 def measure_uploads(model: RandomModel, plan: Plan, root: Path) -> dict[str, Any]:
-    """Return how much longer a running batch's step gets when an adapter is put into a slot."""
+    """Return how much longer a running batch's steps get while adapters come, and when they do."""
     modules = MODULES["all linears"]
     paths = write_adapters(model, root / "uploads", plan.uploads + 1, plan.rank, modules)
     bench = DecodeBench(model, plan, paths)
-    warm, cold = range(1), range(1, plan.uploads + 1)
-    bench.upload_stalls_s(plan.peft[0], warm)
-    usual, stalls = bench.upload_stalls_s(plan.peft[0], cold)
-    adapter_bytes = (paths[0] / "adapter_model.safetensors").stat().st_size
+    rows = bench.arrivals(plan.peft[0], range(1, plan.uploads + 1))
     del bench
     _release(model.device)
+
+    def median(name: str) -> float:
+        return statistics.median(row[name] for row in rows)
+
     return {
         "batch": plan.peft[0],
-        "adapter_bytes": adapter_bytes,
-        "usual_step_s": usual,
-        "stall_s": stalls,
-        "median_stall_s": statistics.median(stalls),
-        "largest_stall_s": max(stalls),
+        "adapter_bytes": (paths[0] / "adapter_model.safetensors").stat().st_size,
+        "rows": rows,
+        **{name: median(name) for name in rows[0]},
+        "largest_stall_s": max(
+            max(row["stall_while_uploading_s"], row["slot_write_s"]) for row in rows
+        ),
     }
 
 
@@ -282,6 +305,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _release(device: torch.device) -> None:
-    """Give freed memory back, so that the next model finds it."""
+    """Give freed memory back, so that the next model finds it: engines refer to themselves."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -124,15 +124,22 @@ def _engine_table(report: Report) -> Iterator[str]:
         )
 
 
+def upload_line(uploads: dict[str, Any]) -> str:
+    """Say what a batch notices of an upload."""
+    return (
+        f"While an adapter of {uploads['adapter_bytes'] / 1e6:.1f} MB is uploaded, a batch of "
+        f"{uploads['batch']} computes {uploads['steps_while_uploading']:.0f} steps of "
+        f"{uploads['usual_step_s'] * 1e3:.2f} ms, the slowest of them "
+        f"{uploads['stall_while_uploading_s'] * 1e3:.2f} ms longer; putting it into its slot takes "
+        f"{uploads['slot_write_s'] * 1e3:.2f} ms (largest of either "
+        f"{uploads['largest_stall_s'] * 1e3:.2f} ms)."
+    )
+
+
 def _other(report: Report) -> Iterator[str]:
     uploads = report["sections"].get("uploads", {})
-    if "stall_s" in uploads:
-        yield (
-            f"- Putting an adapter of {uploads['adapter_bytes'] / 1e6:.1f} MB into a slot makes a "
-            f"step of {uploads['usual_step_s'] * 1e3:.2f} ms longer by "
-            f"{uploads['median_stall_s'] * 1e3:.2f} ms (largest "
-            f"{uploads['largest_stall_s'] * 1e3:.2f} ms)."
-        )
+    if "adapter_bytes" in uploads:
+        yield f"- {upload_line(uploads)}"
     peft = report["sections"].get("peft", {})
     if "tokens_per_s" in peft:
         ratio = over_peft(report)
