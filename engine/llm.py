@@ -80,13 +80,13 @@ class LLM:
         all_params = _one_each(params or SamplingParams(), SamplingParams, len(prompts))
         loras = [self._known(item) for item in _one_each(lora, LoRARequest, len(prompts))]
         generations: dict[str, Generation] = {}
-        for prompt, item_params, item_lora in zip(prompts, all_params, loras, strict=True):
-            request_id = str(next(self._ids))
-            ids = self.encode(prompt)
-            self._engine.add_request(request_id, ids, item_params, lora=item_lora)
-            completions = [Completion() for _ in range(item_params.n)]
-            generations[request_id] = Generation(prompt_token_ids=ids, completions=completions)
         try:
+            for prompt, item_params, item_lora in zip(prompts, all_params, loras, strict=True):
+                request_id = str(next(self._ids))
+                ids = self.encode(prompt)
+                self._engine.add_request(request_id, ids, item_params, lora=item_lora)
+                completions = [Completion() for _ in range(item_params.n)]
+                generations[request_id] = Generation(prompt_token_ids=ids, completions=completions)
             while self._engine.has_work:
                 for output in self._engine.step():
                     _add(generations[output.request_id], output)
