@@ -35,15 +35,19 @@ def export_command(
     endpoint_url: EndpointUrl = None,
     output: Annotated[Path | None, typer.Option(help="a file instead of the terminal")] = None,
 ) -> None:
-    """Write names, versions and aliases as JSON. A journal on a disk must be free."""
+    """Write names, versions and aliases as JSON. A journal on a disk must be free.
+
+    Exit status: 0 done, 1 not done, 2 wrong usage.
+    """
     settings = ClusterSettings(state_dir=state_dir, state_endpoint_url=endpoint_url)
     with _told():
         document = asyncio.run(_export(settings, model))
-    text = json.dumps(document, indent=2)
+        text = json.dumps(document, indent=2)
+        if output is not None:
+            output.write_text(text + "\n")
     if output is None:
         typer.echo(text)
     else:
-        output.write_text(text + "\n")
         typer.echo(f"exported {_count(document)} to {output}")
 
 
@@ -55,10 +59,13 @@ def import_command(
     endpoint_url: EndpointUrl = None,
     replace: Annotated[bool, typer.Option("--replace", help="drop what is there now")] = False,
 ) -> None:
-    """Read what export wrote into a journal. The controller must be stopped."""
-    text = sys.stdin.read() if str(source) == "-" else source.read_text()
+    """Read what export wrote into a journal. The controller must be stopped.
+
+    Exit status: 0 done, 1 not done, 2 wrong usage.
+    """
     settings = ClusterSettings(state_dir=state_dir, state_endpoint_url=endpoint_url)
     with _told():
+        text = sys.stdin.read() if str(source) == "-" else source.read_text()
         document = asyncio.run(_import(settings, model, text, replace=replace))
     typer.echo(f"imported {_count(document)}")
 
@@ -92,6 +99,6 @@ def _told() -> Iterator[None]:
     """Say what went wrong in one line."""
     try:
         yield
-    except (JournalUnavailableError, ValueError) as error:
+    except (JournalUnavailableError, OSError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(FAILED) from error

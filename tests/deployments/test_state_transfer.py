@@ -138,3 +138,5 @@ async def test_the_command_moves_a_journal(
     assert json.loads(shown.output)["adapters"].keys() == {"sql"}
     missing = await invoke("state", "export", *common, str(tmp_path / "nothing"))
     assert (missing.exit_code, "no journal" in missing.output) == (1, True)
+    unread = await invoke("state", "import", *common, str(target), str(tmp_path / "nothing.json"))
+    assert (unread.exit_code, "nothing.json" in unread.output) == (1, True)

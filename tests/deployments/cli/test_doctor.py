@@ -1,9 +1,11 @@
 """``lorafleet doctor`` finds what it is there to find, and ``lorafleet serve`` what to start."""
 
+import asyncio
 import json
 import os
 import shutil
 import socket
+import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +29,7 @@ from deployments.cli.doctor_checks import (
 )
 from deployments.config import DeploymentConfig
 from deployments.http_app import create_http_app
+from resolvers.filesystem import FilesystemResolver
 from tests.deployments.fake_backend import FakeBackend
 from tests.deployments.http_client import serving
 
@@ -83,6 +86,19 @@ def test_a_missing_compiler_is_found(
     assert ("C++ compiler" in finding.advice) is (level is Level.WARN)
 
 
+def test_kernels_that_could_be_built_are_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    probe = SimpleNamespace(returncode=0, stdout="False\n", stderr="")
+    monkeypatch.setattr(doctor_checks, "_run", lambda _: probe)
+    monkeypatch.setenv("CXX", sys.executable)
+    finding = check_cpu_kernels(compilers=())
+    assert (finding.level, finding.advice) == (Level.WARN, "make kernels")
+    probe.returncode, probe.stderr = 1, "Traceback\nOSError: undefined symbol\n"
+    finding = check_cpu_kernels(compilers=())
+    assert (finding.level, finding.text) == (Level.FAIL, "OSError: undefined symbol")
+
+
 def test_a_crashing_library_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_checks, "_TORCH_PROBE", "import os; os.abort()")
     assert doctor_checks.check_torch().level is Level.FAIL
@@ -113,6 +129,14 @@ def test_places_that_cannot_be_written_are_found(tmp_path: Path) -> None:
     assert levels["journal"] is not Level.FAIL
 
 
+def test_full_disks_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    config = DeploymentConfig.model_validate(
+        {"adapters": {"store_dir": str(tmp_path)}, "cluster": {"state_dir": str(tmp_path)}}
+    )
+    assert [finding.level for finding in check_directories(config)] == [Level.WARN] * 2
+
+
 def test_resolvers_that_do_not_answer_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,9 +151,24 @@ def test_resolvers_that_do_not_answer_are_found(
     assert levels == {"resolver filesystem": Level.OK, "resolver s3": Level.FAIL}
 
 
+def test_resolvers_that_never_answer_are_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(FilesystemResolver, "resolve_lora", hang)
+    monkeypatch.setattr(doctor_checks, "_RESOLVER_TIMEOUT_S", 0.05)
+    config = DeploymentConfig.model_validate({"adapters": {"directories": [str(tmp_path)]}})
+    [finding] = check_resolvers(config)
+    assert finding.level is Level.FAIL and "no answer within" in finding.text
+
+
 def test_a_missing_model_is_a_warning_and_a_broken_one_a_failure(tmp_path: Path) -> None:
     assert check_model(DeploymentConfig(model="nobody/nothing")).level is Level.WARN
     assert check_model(DeploymentConfig(model=str(tmp_path))).level is Level.FAIL
+    (tmp_path / "config.json").write_text("{}")
+    assert check_model(DeploymentConfig(model=str(tmp_path))).level is Level.OK
 
 
 def test_the_command_reports_a_broken_configuration(tmp_path: Path) -> None:
