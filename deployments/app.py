@@ -8,7 +8,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from deployments.config import DeploymentConfig, HttpOptions, RoutingSettings, load_config
+from deployments.config import DeploymentConfig, HttpOptions, load_config
 from deployments.controller_actor import Deployed
 from deployments.http_app import create_http_app
 from deployments.llm_replica import LLMReplica, MakeEngine, make_async_engine
@@ -24,8 +24,6 @@ INGRESS = "Ingress"
 
 _HEALTH_CHECK_PERIOD_S = 5
 _SHUTDOWN_SLACK_S = 5.0
-# Settings that Serve changes on a running replica.
-_SERVES_OWN = ("max_queued_requests", "graceful_shutdown_timeout_s")
 
 
 def build_app(args: dict[str, Any]) -> Application:
@@ -98,15 +96,8 @@ def replica_resources(config: DeploymentConfig) -> dict[str, Any]:
 
 
 def replica_config(config: DeploymentConfig) -> str:
-    """The part that replicas depend on: a change elsewhere must not restart them."""
-    others: dict[str, Any] = {
-        "num_replicas": 1,
-        "autoscaling": None,
-        **{name: DeploymentConfig.model_fields[name].default for name in _SERVES_OWN},
-        "http": HttpOptions(),
-        "routing": RoutingSettings(),
-    }
-    return config.model_copy(update=others).model_dump_json()
+    """What replicas are told: everything but the HTTP surface, which has keys."""
+    return config.model_copy(update={"http": HttpOptions()}).model_dump_json()
 
 
 def build_http(deployed: Deployed) -> FastAPI:
