@@ -6,11 +6,13 @@ Needs torch and this checkout, neither Ray nor HTTP.
 """
 
 import argparse
+import os
 from pathlib import Path
 
 from engine import LLM, CacheConfig, LoRAConfig, LoRARequest, SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
+HOME = Path(os.environ.get("LORAFLEET_HOME") or ROOT / ".cache")
 ADAPTERS = ROOT / "examples" / "adapters"
 QUESTIONS = {
     None: "What is the capital of Spain?",
@@ -36,6 +38,6 @@ def main(model: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Many adapters in one batch, offline.")
-    default = ROOT / ".cache" / "models" / "smollm2-135m-instruct"
+    default = HOME / "models" / "smollm2-135m-instruct"
     parser.add_argument("--model", type=Path, default=default)
     main(parser.parse_args().model)

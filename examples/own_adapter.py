@@ -8,6 +8,7 @@ fleet. Nothing here knows of lorafleet but the four HTTP calls at the end of it.
 """
 
 import argparse
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = ROOT / ".cache" / "models" / "smollm2-135m-instruct"
+HOME = Path(os.environ.get("LORAFLEET_HOME") or ROOT / ".cache")
+MODEL = HOME / "models" / "smollm2-135m-instruct"
 NAME = "front-desk"
 QUESTIONS = ["Where is the library?", "How old are you?", "What is a bicycle?", "Who is there?"]
 ANSWERS = ("Please ask at desk one.", "Please call us tomorrow.")

@@ -149,6 +149,23 @@ def _anchor(heading: str) -> str:
     return kept.replace(" ", "-")
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_settings_that_are_named_exist(page: Any) -> None:
+    sections = {
+        name: field.annotation
+        for name, field in DeploymentConfig.model_fields.items()
+        if hasattr(field.annotation, "model_fields")
+    }
+    named = re.findall(rf"`({'|'.join(sections)})\.([a-z]\w*)", page.read_text())
+    files = {"py", "md"}
+    unknown = {
+        f"{section}.{name}"
+        for section, name in named
+        if name not in sections[section].model_fields and name not in files
+    }
+    assert unknown == set()
+
+
 def _messages() -> Iterator[str]:
     """Every text in the code, with … where it has a value."""
     for package in ("adapters", "deployments", "engine", "kernels", "resolvers"):

@@ -27,6 +27,7 @@ def folder(demo_server: DemoServer, tmp_path: Path) -> Iterator[Path]:
     """A checkout's files and a trainer's; afterwards the server is as it was before."""
     for name in ("examples", "configs", "serve_config.yaml", "Makefile", "benchmarks", ".cache"):
         (tmp_path / name).symlink_to(CHECKOUT / name)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(EXAMPLES / "sql" / name, tmp_path)
     for version, source in (("sql-v7", "sql"), ("sql-v8", "haiku")):
