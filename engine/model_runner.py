@@ -90,12 +90,11 @@ def _prompt_logprobs(
     request: Request = item.request
     num_top = request.params.prompt_logprobs
     assert num_top is not None
-    found = []
-    for row in range(logits.shape[0]):
-        position = item.num_computed_tokens + row + 1
-        if item.num_computed_tokens >= request.num_prompt_tokens:
-            break
-        if position < request.num_prompt_tokens:
-            token_id = request.prompt_token_ids[position]
-            found.append((position, position_logprobs(logits[row], token_id, num_top)))
-    return found
+    if item.num_computed_tokens >= request.num_prompt_tokens:
+        return []
+    # Row r is what comes after the tokens up to the item's r-th.
+    first = item.num_computed_tokens + 1
+    last = min(first + logits.shape[0], request.num_prompt_tokens)
+    token_ids = request.prompt_token_ids[first:last]
+    found = position_logprobs(logits[: len(token_ids)], token_ids, [num_top] * len(token_ids))
+    return list(zip(range(first, last), found, strict=True))

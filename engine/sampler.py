@@ -30,6 +30,8 @@ from kernels import ops
 # Nearly every distribution has its top_p mass in this many tokens, and selecting them is much
 # cheaper than sorting a vocabulary.
 _NUCLEUS_GUESS = 1024
+# Rows whose log probabilities are computed at once: a few copies of their logits are held.
+_LOGPROB_ROWS = 64
 
 
 class NonFiniteLogitsError(EngineError):
@@ -111,18 +113,17 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample
             if state.grammar is not None:
                 _apply_grammar(logits, row, state.grammar, failures)
     choose = _choose_on_device if _draws_on_device(logits) else _choose_on_host
+    token_ids = choose(logits, states)
+    logprobs = _logprobs(raw, token_ids, states)
     results: list[Sampled] = []
-    for row, (state, token_id) in enumerate(zip(states, choose(logits, states), strict=True)):
+    for row, (state, token_id) in enumerate(zip(states, token_ids, strict=True)):
         if token_id < 0:
             results.append(Sampled(-1, error=failures.get(row) or NonFiniteLogitsError()))
             continue
         state.output_counts[token_id] += 1
         if state.grammar is not None and token_id not in state.stop_ids:
             state.grammar.advance(token_id)
-        logprobs = None
-        if state.params.logprobs is not None:
-            logprobs = position_logprobs(raw[row], token_id, state.params.logprobs)
-        results.append(Sampled(token_id, logprobs))
+        results.append(Sampled(token_id, logprobs.get(row)))
     return results
 
 
@@ -159,19 +160,52 @@ def _choose_on_device(logits: torch.Tensor, states: Sequence[SamplingState]) -> 
 
 
 @torch.inference_mode()
-def position_logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> PositionLogprobs:
-    """Log probabilities of one token and of the ``num_top`` most likely, from logits [vocab]."""
-    logprobs = logits.log_softmax(dim=-1)
-    chosen = logprobs[token_id]
-    rank = int((logprobs > chosen).sum()) + 1
-    values, indices = logprobs.topk(min(num_top, logits.shape[0]))
-    top = tuple(
-        TokenLogprob(token, value, place)
-        for place, (token, value) in enumerate(
-            zip(indices.tolist(), values.tolist(), strict=True), 1
-        )
+def position_logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], num_tops: Sequence[int]
+) -> list[PositionLogprobs]:
+    """Log probabilities of a token and of some most likely ones, for each row of logits [R, vocab].
+
+    Many rows at once, since a GPU is waited for at each answer.
+    """
+    found: list[PositionLogprobs] = []
+    for start in range(0, len(token_ids), _LOGPROB_ROWS):
+        rows = slice(start, start + _LOGPROB_ROWS)
+        logprobs = logits[rows].log_softmax(dim=-1)
+        ids = torch.tensor(token_ids[rows], dtype=torch.int64).to(logits.device)
+        chosen = logprobs.gather(1, ids.unsqueeze(1))
+        ranks = ((logprobs > chosen).sum(dim=1) + 1).tolist()
+        best = logprobs.topk(min(max(num_tops[rows]), logits.shape[1]))
+        found += [
+            PositionLogprobs(
+                TokenLogprob(token_id, value, rank),
+                tuple(map(TokenLogprob, indices[:num_top], values, range(1, num_top + 1))),
+            )
+            for token_id, value, rank, indices, values, num_top in zip(
+                token_ids[rows],
+                chosen.squeeze(1).tolist(),
+                ranks,
+                best.indices.tolist(),
+                best.values.tolist(),
+                num_tops[rows],
+                strict=True,
+            )
+        ]
+    return found
+
+
+def _logprobs(
+    raw: dict[int, torch.Tensor], token_ids: Sequence[int], states: Sequence[SamplingState]
+) -> dict[int, PositionLogprobs]:
+    """The log probabilities of the chosen tokens, for the rows that want them and have one."""
+    rows = [row for row in raw if token_ids[row] >= 0]
+    if not rows:
+        return {}
+    found = position_logprobs(
+        torch.stack([raw[row] for row in rows]),
+        [token_ids[row] for row in rows],
+        [states[row].params.logprobs or 0 for row in rows],
     )
-    return PositionLogprobs(TokenLogprob(token_id, float(chosen), rank), top)
+    return dict(zip(rows, found, strict=True))
 
 
 def _keep_raw(logits: torch.Tensor, states: Sequence[SamplingState]) -> dict[int, torch.Tensor]:

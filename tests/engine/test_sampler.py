@@ -146,8 +146,23 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 
 
 def test_zero_top_logprobs_still_give_the_chosen_token() -> None:
-    logprobs = position_logprobs(LOGITS, 2, 0)
+    (logprobs,) = position_logprobs(LOGITS[None], [2], [0])
     assert logprobs.top == () and logprobs.chosen.rank == 2
+
+
+def test_many_rows_have_the_log_probabilities_of_each() -> None:
+    logits = torch.randn(150, 40, generator=torch.Generator().manual_seed(2))
+    token_ids = [row % 40 for row in range(150)]
+    num_tops = [row % 4 for row in range(150)]
+    together = position_logprobs(logits, token_ids, num_tops)
+    for row, found in enumerate(together):
+        expected = logits[row].double().log_softmax(-1)
+        order = expected.argsort(descending=True).tolist()
+        assert found.chosen.logprob == pytest.approx(float(expected[row % 40]), abs=1e-5)
+        assert found.chosen.rank == order.index(row % 40) + 1
+        assert [entry.token_id for entry in found.top] == order[: row % 4]
+        assert [entry.rank for entry in found.top] == [*range(1, row % 4 + 1)]
+    assert position_logprobs(logits[:0], [], []) == []
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
