@@ -181,7 +181,9 @@ class CaseBuilder:
             options={"scale": model.head_size**-0.5, **quantised, **options},
         )
 
-    def lora(self, segments: Sequence[tuple[int, int]], rank: int) -> Iterator[OpCase]:
+    def lora(
+        self, segments: Sequence[tuple[int, int]], rank: int, *, scaled: bool = False
+    ) -> Iterator[OpCase]:
         """Yield shrink and apply of the attention's three projections; segments (slot, tokens)."""
         model, size = self.model, self.dtype.itemsize
         batch = self._lora_batch(segments, rank)
@@ -195,7 +197,7 @@ class CaseBuilder:
         ranks = torch.full((3, num_slots), rank, dtype=torch.int32, device=self.device)
         shape = (
             f"{model.name} tokens={num_tokens} adapters={batch.num_active} "
-            f"longest={batch.max_segment_len} rank={rank}"
+            f"longest={batch.max_segment_len} rank={rank}{' scaled' if scaled else ''}"
         )
         adapted = sum(length for slot, length in segments if slot >= 0)
         shrink_bytes = (
@@ -212,7 +214,12 @@ class CaseBuilder:
             shrink_bytes - 3 * adapted * rank * 4 + expand_bytes,
             shrink_flops + 2 * adapted * rank * sum(widths),
             (5,),
+            {"scales": self._scales(num_slots, widths)} if scaled else {},
         )
+
+    def _scales(self, num_slots: int, widths: Sequence[int]) -> list[torch.Tensor]:
+        """Return what DoRA multiplies and biases add, by slot."""
+        return [self._random(num_slots + 1, 2, width).float() for width in widths]
 
     def _lora_batch(self, segments: Sequence[tuple[int, int]], rank: int) -> LoRABatch:
         lengths = torch.tensor([length for _, length in segments], dtype=torch.int32)

@@ -25,6 +25,7 @@ CASES = {
     ),
     "prefill of whole tiles": lora_inputs([(1, 32), (0, 64)], [[16, 32]], in_size=64),
     "a wide rank": lora_inputs([(0, 40)], [[512]], in_size=24, out_sizes=[33]),
+    "a wide rank beside rank 1": lora_inputs([(0, 1), (1, 1)], [[512, 1]], out_sizes=[33]),
     "odd sizes": lora_inputs([(0, 1), (1, 3)], [[3, 7]], in_size=67, out_sizes=[129]),
     "a long prefill": lora_inputs([(0, 1), (1, 300)], [[4, 20]], in_size=40, out_sizes=[70]),
 }
