@@ -137,6 +137,8 @@ def base_ops(shape: LlamaShape, work: Workload) -> Iterator[Op]:
     weights = shape.hidden * shape.vocab
     moved = (weights + row // size + batch * shape.vocab) * size
     yield Op("linear lm_head", moved, 2 * batch * weights, 1)
+    logits = batch * shape.vocab * (size + _FLOAT32)
+    yield Op("logits to float32", logits, 0, 1)
     yield Op("sample_tokens", 3 * batch * shape.vocab * _FLOAT32, 2 * batch * shape.vocab, 1)
 
 
