@@ -16,6 +16,8 @@ from kernels.metadata import AttentionBatch, LoRABatch
 
 # Beyond these, more tokens and longer contexts lead to no other choice.
 _MAX_TOKENS = 4096
+# Beyond this, the rank does not matter either.
+_MAX_TOKENS_OF_RANKS = 1024
 _MAX_CONTEXT = 16384
 
 
@@ -45,7 +47,7 @@ def warm_up_steps(max_tokens: int, max_context: int, max_rank: int) -> Iterator[
         query_len = min(tokens, max_context)
         sequences = -(-tokens // query_len)
         yield WarmUpStep(sequences, query_len, query_len)
-        for rank in _powers(max_rank):
+        for rank in _powers(max_rank if tokens <= _MAX_TOKENS_OF_RANKS else min(max_rank, 1)):
             for segment_len in _powers(sequences * query_len, base=4):
                 yield WarmUpStep(sequences, query_len, query_len, rank, segment_len)
 
