@@ -30,10 +30,14 @@ _NUM_MASK_THREADS = 2
 _MAX_COMPILED = 128
 _MAX_CHOICES = 10_000
 _MAX_SOURCE_CHARS = 1 << 20
+# A mask behind a literal of L characters takes time in proportion to L, of every step.
+_MAX_PATTERN_CHARS = 1 << 16
+_MAX_LITERAL_CHARS = 1 << 13
 _MAX_MESSAGE_CHARS = 500
 
 # Whitespace between JSON's tokens, bounded: a model must not be able to idle there for ever.
 _JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _REGEX_META = re.compile(r"[\\.^$*+?()\[\]{}|/]")
 
 
@@ -211,13 +215,10 @@ class GrammarState:
 def _to_lark(structured: StructuredOutput) -> str:
     """A restriction in the one notation that matchers read."""
     source = structured.source
+    _check_size(structured)
     if isinstance(source, tuple):
-        if not source or len(source) > _MAX_CHOICES or not all(source):
-            raise _refused(structured, f"it needs 1 to {_MAX_CHOICES} non-empty texts")
         pattern = "|".join(_REGEX_META.sub(r"\\\g<0>", choice) for choice in source)
         return str(LLMatcher.grammar_from_regex(f"({pattern})"))
-    if len(source) > _MAX_SOURCE_CHARS:
-        raise _refused(structured, f"it has more than {_MAX_SOURCE_CHARS} characters")
     if structured.kind == "json_schema":
         return str(
             LLMatcher.grammar_from_json_schema(
@@ -228,6 +229,26 @@ def _to_lark(structured: StructuredOutput) -> str:
         return str(LLMatcher.grammar_from_regex(source))
     is_lark = structured.kind == "lark"
     return str(LLMatcher.grammar_from_lark(source if is_lark else any_to_lark(source)))
+
+
+def _check_size(structured: StructuredOutput) -> None:
+    """Refuse what would make every step slow, for everybody."""
+    source = structured.source
+    if isinstance(source, tuple):
+        if not source or len(source) > _MAX_CHOICES or not all(source):
+            raise _refused(structured, f"it needs 1 to {_MAX_CHOICES} non-empty texts")
+        num_chars, max_chars = sum(map(len, source)), _MAX_SOURCE_CHARS
+        longest = max(map(len, source))
+    else:
+        is_pattern = structured.kind in ("regex", "grammar")
+        num_chars, max_chars = len(source), _MAX_PATTERN_CHARS if is_pattern else _MAX_SOURCE_CHARS
+        longest = 0
+        if num_chars <= max_chars and structured.kind != "regex":
+            longest = max(map(len, _QUOTED.findall(source)), default=2) - 2
+    if num_chars > max_chars:
+        raise _refused(structured, f"it has more than {max_chars} characters")
+    if longest > _MAX_LITERAL_CHARS:
+        raise _refused(structured, f"a text in it has more than {_MAX_LITERAL_CHARS} characters")
 
 
 def _failed(reason: str) -> GrammarFailedError:
