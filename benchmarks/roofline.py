@@ -118,7 +118,7 @@ def base_ops(shape: LlamaShape, work: Workload) -> Iterator[Op]:
         weights = inputs * sum(outputs)
         moved = weights + batch * (inputs + sum(outputs))
         products = layers * 2 * batch * weights
-        yield Op(f"linear {name}", layers * moved * size, products, layers * len(outputs))
+        yield Op(f"linear {name}", layers * moved * size, products, layers)
     kv = shape.num_kv_heads * shape.head_size
     heads = shape.num_heads * shape.head_size
     stored = batch * (2 * heads + 4 * kv) * size

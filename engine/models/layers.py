@@ -41,21 +41,47 @@ class LinearGroup(nn.Module):
     """Linears that always run together on one input, such as q, k and v.
 
     The members stay where they are in the model; theirs are the names, the group's is the update.
+    On a GPU they are one product, since the narrow ones, as k and v are, would leave most of it
+    idle; elsewhere weights stay where the checkpoint is mapped.
     """
 
     def __init__(self, members: Sequence[KernelLinear]) -> None:
         super().__init__()
         self.members = tuple(members)
         self.update: Update | None = None
+        self._joined = _join(self.members) if _are_joined(self.members) else None
+        self._sizes = [member.out_features for member in members]
         self._weights = [member.weight for member in members]
         self._biases = [member.bias for member in members]
 
     def project(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Map rows [T, in] to one new [T, out_p] for each member."""
-        outs = ops.linear_multi(rows, self._weights, self._biases)
+        """Map rows [T, in] to one new [T, out_p] for each member, perhaps parts of one tensor."""
+        if self._joined is not None:
+            outs = list(ops.linear(rows, *self._joined).split(self._sizes, dim=1))
+        else:
+            outs = ops.linear_multi(rows, self._weights, self._biases)
         if self.update is not None:
             self.update(rows, outs)
         return outs
+
+
+def _are_joined(members: Sequence[KernelLinear]) -> bool:
+    return members[0].weight.device.type != "cpu"
+
+
+def _join(members: Sequence[KernelLinear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the weights and biases as one; the members' own become parts of them."""
+    sizes = [member.out_features for member in members]
+    weight = torch.cat([member.weight for member in members])
+    for member, part in zip(members, weight.split(sizes), strict=True):
+        member.weight = part
+    if all(member.bias is None for member in members):
+        return weight, None
+    biases = [
+        member.weight.new_zeros(size) if member.bias is None else member.bias
+        for member, size in zip(members, sizes, strict=True)
+    ]
+    return weight, torch.cat(biases)
 
 
 class KernelRMSNorm(nn.Module):

@@ -72,3 +72,16 @@ def test_silu_and_mul_matches_reference(
     expected = ops.silu_and_mul(gate.double(), up.double(), backend="reference")
     assert actual.dtype == dtype
     assert_close(actual, expected, dtype)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [row for row in backends("silu_and_mul") if row.values[0] != "cpu"]
+)
+def test_gate_and_up_may_be_parts_of_one_tensor(backend: Backend, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    both = torch.randn(5, 2 * 67).to(dtype)
+    gate, up = both.to(device_of(backend)).split(67, dim=1)
+    actual = ops.silu_and_mul(gate, up, backend=backend)
+    wide_gate, wide_up = both.double().split(67, dim=1)
+    expected = ops.silu_and_mul(wide_gate, wide_up, backend="reference")
+    assert_close(actual, expected, dtype)
