@@ -57,7 +57,7 @@ class LinearGroup(nn.Module):
     def project(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Map rows [T, in] to one new [T, out_p] for each member, perhaps parts of one tensor."""
         if self._joined is not None:
-            outs = list(ops.linear(rows, *self._joined).split(self._sizes, dim=1))
+            outs = list(torch.split(ops.linear(rows, *self._joined), self._sizes, dim=1))
         else:
             outs = ops.linear_multi(rows, self._weights, self._biases)
         if self.update is not None:
@@ -73,7 +73,7 @@ def _join(members: Sequence[KernelLinear]) -> tuple[torch.Tensor, torch.Tensor |
     """Return the weights and biases as one; the members' own become parts of them."""
     sizes = [member.out_features for member in members]
     weight = torch.cat([member.weight for member in members])
-    for member, part in zip(members, weight.split(sizes), strict=True):
+    for member, part in zip(members, torch.split(weight, sizes), strict=True):
         member.weight = part
     if all(member.bias is None for member in members):
         return weight, None
