@@ -18,7 +18,7 @@ PAGES = sorted(
 PLAIN = frozenset({"", "text"})
 VALIDATED = frozenset({"yaml", "json"})
 RUN = frozenset({"bash", "python"})
-# Commands with their output, which varies: `test_transcripts_are_commands` looks at the commands.
+# Commands with their output.
 TRANSCRIPTS = frozenset({"console"})
 
 # By page and first line.
@@ -82,3 +82,10 @@ def blocks_in(*languages: str) -> list[Block]:
 def blocks_to_run(language: str) -> list[Block]:
     """The blocks of a language that are run."""
     return [block for block in blocks_in(language) if block.reason_not_to_run is None]
+
+
+def exchanges(block: Block) -> Iterator[tuple[str, str]]:
+    """The commands of a transcript, each with the output that is shown below it."""
+    for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+        command, _, shown = re.sub(r"\\\n\s*", "", part).partition("\n")
+        yield command, shown

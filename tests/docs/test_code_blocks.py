@@ -29,6 +29,7 @@ from tests.docs.code_blocks import (
     VALIDATED,
     Block,
     blocks_in,
+    exchanges,
 )
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -91,20 +92,10 @@ def test_commands_can_be_parsed(block: Block) -> None:
 
 @pytest.mark.parametrize("block", blocks_in("console"), ids=str)
 def test_transcripts_are_commands(block: Block) -> None:
-    commands = list(_commands_of(block.text))
+    commands = [command for command, _ in exchanges(block)]
     assert commands
     for command in commands:
         _parse(command)
-
-
-def _commands_of(transcript: str) -> Iterator[str]:
-    lines = iter(transcript.splitlines())
-    for line in lines:
-        if line.startswith("$ "):
-            command = line.removeprefix("$ ")
-            while command.endswith("\\"):
-                command = command.removesuffix("\\") + next(lines).strip()
-            yield command
 
 
 def _parse(script: str) -> None:
