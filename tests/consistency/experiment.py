@@ -59,7 +59,7 @@ class Report:
     def figures(self) -> dict[str, Any]:
         """The report for people and files."""
         history = self.recorder.history
-        waits = sorted(c.ended - c.started for c in history.changes if c.outcome is Outcome.DONE)
+        waits = [c.ended - c.started for c in history.changes if c.outcome is Outcome.DONE]
         outcomes = Counter(f"{c.kind.value} {c.outcome.value}" for c in history.changes)
         return {
             "seconds": round(self.seconds, 1),
@@ -69,7 +69,7 @@ class Report:
             "changes": dict(sorted(outcomes.items())),
             "changes_of_aliases": sum(is_alias(c.name) for c in history.changes),
             "nemesis": dict(sorted(Counter(deed.action for deed in self.deeds).items())),
-            "change_s": {"median": waits[len(waits) // 2], "max": waits[-1]} if waits else {},
+            "change_s": _spread(waits) if waits else {},
             "violations": [asdict(violation) for violation in self.violations],
             "no_answer": self.recorder.reasons(),
             "broken_off": self.recorder.broken,
@@ -120,13 +120,14 @@ def _recoveries(deeds: list[Deed]) -> dict[str, dict[str, float]]:
     times: dict[str, list[float]] = {}
     for deed in deeds:
         times.setdefault(deed.action, []).append(deed.recovered_s)
+    return {action: _spread(found) for action, found in sorted(times.items())}
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
     return {
-        action: {
-            "count": len(found),
-            "median": round(statistics.median(found), 2),
-            "max": round(max(found), 2),
-        }
-        for action, found in sorted(times.items())
+        "count": len(seconds),
+        "median": round(statistics.median(seconds), 2),
+        "max": round(max(seconds), 2),
     }
 
 
