@@ -200,3 +200,25 @@ def test_a_client_that_leaves_frees_the_replicas(client: httpx.Client, stream: b
             with pytest.raises(httpx.ReadTimeout):
                 leaving.post(COMPLETIONS, json=body)
     wait_for_running(client, 0)
+
+
+def test_an_application_that_ends_finishes_its_streams(
+    client: httpx.Client, tmp_path: Path
+) -> None:
+    config = DeploymentConfig(
+        model="leaving-model", cluster=ClusterSettings(state_dir=str(tmp_path))
+    )
+    serve.run(bind_app(config, make_fake_engine), name="leaving", route_prefix="/leaving")
+    body = {"prompt": "x", "max_tokens": 600, "stream": True}
+    with client.stream("POST", f"/leaving{COMPLETIONS}", json=body) as response:
+        events = response.iter_lines()
+        assert next(events).startswith("data: ")
+        serve.delete("leaving", _blocking=False)
+        deadline = time.monotonic() + 30
+        while client.get(f"/leaving{COMPLETIONS}").status_code != 404:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        *rest, done = filter(None, events)
+    assert done == "data: [DONE]"
+    texts = [json.loads(each.removeprefix("data: "))["choices"][0] for each in rest]
+    assert texts[-1]["finish_reason"] == "length"
