@@ -49,14 +49,18 @@ class LinearGroup(nn.Module):
         super().__init__()
         self.members = tuple(members)
         self.update: Update | None = None
-        self._joined = _join(self.members) if _are_joined(self.members) else None
+        self._is_joined = _are_joined(self.members)
+        # Made when it is first needed: then nothing else holds the members' weights any more, and
+        # a whole model is not there twice.
+        self._joined: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._sizes = [member.out_features for member in members]
-        self._weights = [member.weight for member in members]
+        self._weights = [] if self._is_joined else [member.weight for member in members]
         self._biases = [member.bias for member in members]
 
     def project(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Map rows [T, in] to one new [T, out_p] for each member, perhaps parts of one tensor."""
-        if self._joined is not None:
+        if self._is_joined:
+            self._joined = self._joined or _join(self.members)
             outs = list(torch.split(ops.linear(rows, *self._joined), self._sizes, dim=1))
         else:
             outs = ops.linear_multi(rows, self._weights, self._biases)
