@@ -97,7 +97,8 @@ def replica_resources(config: DeploymentConfig) -> dict[str, Any]:
 
 def replica_config(config: DeploymentConfig) -> str:
     """What replicas are told: everything but the HTTP surface, which has keys."""
-    return config.model_copy(update={"http": HttpOptions()}).model_dump_json()
+    # What was not said stays so: some settings exclude others.
+    return config.model_copy(update={"http": HttpOptions()}).model_dump_json(exclude_unset=True)
 
 
 def build_http(deployed: Deployed) -> FastAPI:

@@ -82,7 +82,8 @@ class Deployed:
 
     def to_json(self) -> str:
         """For the journal, without what concerns the ingress alone (keys among it)."""
-        config = self.config.model_dump(mode="json", exclude={"http"})
+        # What was not said stays so: some settings exclude others.
+        config = self.config.model_dump(mode="json", exclude={"http"}, exclude_unset=True)
         return json.dumps({"config": config, "deployed_at": self.deployed_at})
 
     @classmethod

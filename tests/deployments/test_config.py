@@ -202,10 +202,13 @@ def test_stored_settings_hold_no_keys() -> None:
     assert "secret-key" not in text
     restored = Deployed.from_json(text)
     assert (restored.deployed_at, restored.config.num_replicas) == (2.0, 3)
+    scaled = Deployed(config=load_config({"autoscaling": {"max_replicas": 3}}, {}))
+    assert Deployed.from_json(scaled.to_json()) == scaled
 
 
 def test_replicas_are_told_everything_but_the_http_surface() -> None:
-    config = load_config({"engine": {"max_loras": 2}}, {})
-    served = load_config({"engine": {"max_loras": 2}, "http": {"api_key": "secret-key"}}, {})
+    args = {"engine": {"max_loras": 2}, "autoscaling": {"max_replicas": 3}}
+    config = load_config(args, {})
+    served = load_config({**args, "http": {"api_key": "secret-key"}}, {})
     assert replica_config(served) == replica_config(config)
     assert DeploymentConfig.model_validate_json(replica_config(served)) == config
