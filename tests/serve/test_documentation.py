@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import httpx
 import pytest
 
 from scripts.prepare_demo import MODEL_NAME, models_directory
-from tests.docs.code_blocks import Block, blocks_to_run
+from tests.docs.code_blocks import Block, blocks_in, blocks_to_run, exchanges
 from tests.serve.conftest import EXAMPLES, DemoServer
 from tests.serve.demo_server import CHECKOUT
 
@@ -25,7 +26,7 @@ _PRELUDE = "url, key, admin_key, step = {url!r}, 'none', 'none', 1\n"
 @pytest.fixture
 def folder(demo_server: DemoServer, tmp_path: Path) -> Iterator[Path]:
     """A checkout's files and a trainer's; afterwards the server is as it was before."""
-    for name in ("examples", "configs", "serve_config.yaml", "Makefile", "benchmarks", ".cache"):
+    for name in ("README.md", "examples", "configs", "serve_config.yaml", "benchmarks", ".cache"):
         (tmp_path / name).symlink_to(CHECKOUT / name)
     (tmp_path / ".venv").symlink_to(sys.prefix)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
@@ -88,3 +89,21 @@ def test_the_quick_start_ends_with_a_pirate(demo_server: DemoServer, folder: Pat
     text = run(demo_server, folder, "bash", "-c", here(block, demo_server))
     assert "Madrid" in json.loads(text)["choices"][0]["message"]["content"]
     assert MODEL_NAME in (CHECKOUT / "README.md").read_text()
+
+
+def test_transcripts_show_what_is_answered(demo_server: DemoServer, folder: Path) -> None:
+    """One session, on an adapter that no other test uses; answers vary in their values."""
+    load = {"name": "session", "source": "examples/adapters/sql"}
+    httpx.post(f"{demo_server.url}/v1/adapters", json=load, timeout=60).raise_for_status()
+    second = None
+    session = [exchange for block in blocks_in("console") for exchange in exchanges(block)]
+    for command, shown in session:
+        if not command.startswith("curl"):
+            continue
+        command = re.sub(r"\bsql\b", "session", command).replace("@2", f"@{second}")
+        answer = run(demo_server, folder, "bash", "-c", command)
+        second = second or json.loads(answer)["generation"]
+        for pattern in (r'"(\w+)":', r'"(?:object|type|kind|phase)":"([\w.]+)"'):
+            missing = set(re.findall(pattern, shown)) - set(re.findall(pattern, answer))
+            assert not missing, f"{command}\n{answer}"
+    assert second is not None
