@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from adapters import LoRARequest, adapter_digest, find_adapter_files
-from deployments.errors import AdapterSourceError
+from deployments.errors import AdapterSourceError, ReplicaUnavailableError
 
 PUSH_SCHEME = "push"
 
@@ -121,7 +121,10 @@ class PushStore:
             try:
                 await asyncio.to_thread(_publish, self._incoming / upload, path)
             except FileNotFoundError as error:
-                raise AdapterSourceError(name, upload, "the upload is gone, try again") from error
+                # A controller that ended had taken it over, and the next one saw no use for it.
+                raise ReplicaUnavailableError(
+                    f"the controller lost what was sent for {name!r}, send it again"
+                ) from error
         if self._archive is not None:
             await asyncio.to_thread(self._archive.keep, digest, path)
         return LoRARequest(
