@@ -108,8 +108,12 @@ class EngineUnderTest:
 class PeftUnderTest:
     """PEFT's own mixed batch: generate with adapter_names."""
 
-    def __init__(self, model: Path, paths: Sequence[Path], dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: Path, paths: Sequence[Path], threads: int, dtype: torch.dtype
+    ) -> None:
         from peft import PeftModel
+
+        self._threads = threads
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -120,8 +124,17 @@ class PeftUnderTest:
         self._model.to(dtype)
         self._model.eval()
 
-    @torch.inference_mode()
     def run(self, workload: Workload) -> Measured:
+        # The engine leaves torch one thread, PEFT has all.
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            return self._run(workload)
+        finally:
+            torch.set_num_threads(before)
+
+    @torch.inference_mode()
+    def _run(self, workload: Workload) -> Measured:
         input_ids = torch.tensor(workload.prompts())
         names = [str(index % workload.num_adapters) for index in range(workload.batch)]
         start = time.perf_counter()
@@ -142,10 +155,12 @@ class PeftUnderTest:
         return Measured(rate, float("nan"), float("nan"), float("nan"))
 
 
-def fastest_peft(model: Path, paths: Sequence[Path]) -> PeftUnderTest:
+def fastest_peft(model: Path, paths: Sequence[Path], threads: int) -> PeftUnderTest:
     """PEFT in the dtype that is faster on this machine, by a short probe."""
     probe = Workload(batch=8, num_adapters=8, output_tokens=8)
-    candidates = [PeftUnderTest(model, paths, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    candidates = [
+        PeftUnderTest(model, paths, threads, dtype) for dtype in (torch.bfloat16, torch.float32)
+    ]
     rates = [candidate.run(probe).tokens_per_s for candidate in candidates]
     print(f"PEFT probe: bfloat16 {rates[0]:.1f}, float32 {rates[1]:.1f} tok/s")
     return candidates[rates.index(max(rates))]
@@ -206,7 +221,7 @@ def measure(
     add("base_b64", mixed, 64, 0)
     add("slots8_adapters16_b16", few, 16, 16)
     if peft:
-        faster = fastest_peft(model, paths[:16])
+        faster = fastest_peft(model, paths[:16], threads)
         for batch in (8, 16):
             add(f"peft_mixed{batch}_b{batch}", faster, batch, batch)
     figures = run_cases(cases, repeats)

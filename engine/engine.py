@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-import torch
 from transformers import PreTrainedTokenizerFast
 
 from adapters import LoRARequest
@@ -37,6 +36,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler import RequestKey, Scheduler
 from engine.stats import EngineStats
 from engine.tokenizer import eos_token_ids, load_tokenizer
+from kernels.threads import set_num_threads
 
 
 class Engine:
@@ -50,8 +50,7 @@ class Engine:
     adapters: AdapterSet | None
 
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
+        set_num_threads(config.num_threads)
         self._config = config
         self._executor = _open_executor(config)
         try:

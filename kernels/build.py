@@ -32,9 +32,7 @@ SOURCE_DIR = Path(__file__).resolve().parent / "csrc"
 # changes results beyond it (-ffast-math) is.
 _COMMON_FLAGS = ("-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 _KERNEL_FLAGS = (*_COMMON_FLAGS, "-O3", "-std=c++17", "-fno-math-errno", "-fno-trapping-math")
-# -fopenmp turns on torch's own thread pool in its headers. It is left out when linking: torch has
-# loaded its OpenMP runtime already, and a second one would fight it for the cores.
-_MODULE_FLAGS = (*_COMMON_FLAGS, "-O1", "-std=c++20", "-fopenmp")
+_MODULE_FLAGS = (*_COMMON_FLAGS, "-O1", "-std=c++20", "-pthread")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +58,11 @@ def units(machine: str) -> tuple[Unit, ...]:
     avx2 = _isa_unit("avx2", "kAvx2Kernels", 32, "-mavx2", "-mfma")
     # The CPU check in module.cpp names the same extensions.
     avx512_flags = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
-    avx512 = _isa_unit("avx512", "kAvx512Kernels", 64, *avx512_flags, "-mprefer-vector-width=512")
-    return module, avx512, avx2, portable
+    wide = (*avx512_flags, "-mprefer-vector-width=512")
+    avx512 = _isa_unit("avx512", "kAvx512Kernels", 64, *wide)
+    dots = (*wide, "-mavx512bf16", "-DLF_BF16_DOT=1")
+    avx512_bf16 = _isa_unit("avx512_bf16", "kAvx512Bf16Kernels", 64, *dots)
+    return module, avx512_bf16, avx512, avx2, portable
 
 
 def extension_path() -> Path:

@@ -45,6 +45,7 @@ def _load() -> Any:
     except ImportError as error:
         _LOG.warning("CPU kernels do not load, the ops run on torch: %s", error)
         return None
+    extension.set_num_threads(torch.get_num_threads())
     isa = os.environ.get("LORAFLEET_CPU_ISA")
     if isa:
         extension.select_isa(isa)
@@ -61,6 +62,7 @@ def _native_bf16_min_rows() -> int | None:
 
 _extension = _load()
 _native_min_rows = _native_bf16_min_rows()
+_num_threads = torch.get_num_threads()
 
 
 def available() -> bool:
@@ -71,6 +73,34 @@ def available() -> bool:
 def extension() -> Any:
     """Return the extension itself; only while `available`."""
     return _extension
+
+
+def num_threads() -> int:
+    """Return how many threads every op uses."""
+    return _num_threads
+
+
+def set_num_threads(count: int) -> None:
+    """Let every op use so many threads, the caller's included.
+
+    Torch is left with one: its threads would go on spinning after each of its ops, on the cores
+    that ours need.
+    """
+    global _num_threads
+    _num_threads = count
+    _extension.set_num_threads(count)
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def _torch_threads() -> Iterator[None]:
+    """Lend torch the threads while it multiplies for us."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(_num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def supported_isas() -> list[str]:
@@ -93,7 +123,8 @@ def use_isa(name: str) -> Iterator[None]:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``x @ weight.T + bias``; sums are float32."""
     if x.dtype not in _DTYPES or x.dim() != 2 or prefers_torch(x):
-        return torch_ops.linear(x, weight, bias)
+        with _torch_threads():
+            return torch_ops.linear(x, weight, bias)
     result: torch.Tensor = _extension.linear(x, weight, bias)
     return result
 
@@ -103,7 +134,8 @@ def linear_multi(
 ) -> list[torch.Tensor]:
     """Return `linear` of one input for each weight, in one call."""
     if x.dtype not in _DTYPES or x.dim() != 2 or prefers_torch(x):
-        return torch_ops.linear_multi(x, weights, biases)
+        with _torch_threads():
+            return torch_ops.linear_multi(x, weights, biases)
     results: list[torch.Tensor] = _extension.linear_multi(x, weights, biases)
     return results
 

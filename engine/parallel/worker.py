@@ -13,7 +13,6 @@ import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-import torch
 from torch._C._distributed_c10d import TCPStore
 
 from engine.executor import LocalExecutor
@@ -21,6 +20,7 @@ from engine.models.loader import resolve_device
 from engine.parallel.group import TensorParallelGroup
 from engine.parallel.wire import AllocateCache, ClearSlot, Start, WriteSlot, receive
 from engine.step_batch import StepBatch
+from kernels.threads import set_num_threads
 
 READY = b"ready"
 
@@ -39,8 +39,7 @@ def main() -> None:
 
 def _join(start: Start) -> LocalExecutor:
     config = start.config
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    set_num_threads(config.num_threads)
     store = TCPStore("127.0.0.1", start.store_port, is_master=False)
     device = resolve_device(config.device)
     size = config.tensor_parallel_size

@@ -146,10 +146,11 @@ extern const KernelTable kPortableKernels;
 #if defined(__x86_64__)
 extern const KernelTable kAvx2Kernels;
 extern const KernelTable kAvx512Kernels;
+extern const KernelTable kAvx512Bf16Kernels;
 #endif
 
-// Runs work(state) on up to max_workers threads of torch's own pool and waits for all of them.
-void run_workers(i64 max_workers, void (*work)(void*), void* state);
+// Runs work(state) on this thread and on others that are free, and waits for those that took part.
+void run_workers(void (*work)(void*), void* state);
 
 // Memory that one thread keeps between calls, 64-byte aligned, one area per purpose. A pointer stays
 // valid until the same thread asks the same purpose for more.

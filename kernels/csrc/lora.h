@@ -12,6 +12,7 @@ namespace lorafleet::LF_ISA {
 constexpr i64 kTokenTile = 48;
 constexpr i64 kExpandRows = 4;
 constexpr i64 kExpandChunk = 512;
+constexpr i64 kTilesAhead = 2;
 
 struct LoRATile {
   i64 first_token;
@@ -62,24 +63,53 @@ static LoRAPlan plan_lora(const LoRAArgs& args, i64 element_size) {
   return plan;
 }
 
+// Asks for rows of weights that will be read soon. They are short and lie anywhere, so the hardware's
+// own prefetcher hardly gets going before a row ends.
+template <class T>
+LF_INLINE void prefetch_rows(const T* row, i64 stride, i64 num_rows, i64 width) {
+  for (i64 i = 0; i < num_rows; ++i, row += stride) {
+    const char* bytes = reinterpret_cast<const char*>(row);
+    i64 num_bytes = width * static_cast<i64>(sizeof(T));
+    for (i64 at = 0; at < num_bytes; at += 64) __builtin_prefetch(bytes + at, 0, 2);
+  }
+}
+
+template <class T>
+LF_INLINE const T* lora_a_of(const LoRAArgs& args, const LoRATile& tile) {
+  return static_cast<const T*>(args.lora_a) + tile.target * args.a_target_stride +
+         tile.slot * args.a_slot_stride;
+}
+
+template <class T>
+LF_INLINE const T* lora_b_of(const LoRAArgs& args, const LoRATile& tile) {
+  const LoRATarget& target = args.targets[tile.target];
+  return static_cast<const T*>(target.lora_b) + tile.slot * target.slot_stride;
+}
+
+template <class T>
+static void prefetch_tile(const LoRAArgs& args, const LoRATile& tile) {
+  const LoRATarget& target = args.targets[tile.target];
+  prefetch_rows(lora_a_of<T>(args, tile), args.a_rank_stride, tile.rank, args.in);
+  prefetch_rows(lora_b_of<T>(args, tile), target.rank_stride, tile.rank, target.out);
+}
+
 template <class T>
 static void shrink_tiles(const LoRAArgs& args, const LoRATile* tiles, const LoRAPlan& plan) {
   const T* x = static_cast<const T*>(args.x);
-  const T* lora_a = static_cast<const T*>(args.lora_a);
   i64 width = staged_width(args.in);
   run_tasks(plan.num_tiles, plan.shrink_ns, [&](auto next) {
-    float* staged = scratch_array<float>(Scratch::rows, kTokenTile * width);
+    auto* staged = scratch_array<Staged<T>>(Scratch::rows, kTokenTile * width);
     i64 staged_token = -1;
     for (i64 task; next(task);) {
       const LoRATile& tile = tiles[task];
+      if (task + kTilesAhead < plan.num_tiles) prefetch_tile<T>(args, tiles[task + kTilesAhead]);
       if (tile.first_token != staged_token) {
         auto row_at = [&](i64 r) { return x + (tile.first_token + r) * args.x_stride; };
         stage_panels(tile.num_tokens, args.in, row_at, staged);
         staged_token = tile.first_token;
       }
-      const T* a = lora_a + tile.target * args.a_target_stride + tile.slot * args.a_slot_stride;
-      multiply_rows(staged, tile.num_tokens, a, args.a_rank_stride, tile.rank, args.in, tile.mid,
-                    tile.mid_stride);
+      multiply_rows(staged, tile.num_tokens, lora_a_of<T>(args, tile), args.a_rank_stride,
+                    tile.rank, args.in, tile.mid, tile.mid_stride);
     }
   });
 }
@@ -147,7 +177,7 @@ static void expand_tiles(const LoRAArgs& args, const LoRATile* tiles, const LoRA
       const LoRATarget& target = args.targets[tile.target];
       i64 column = task % plan.max_chunks * kExpandChunk;
       if (column >= target.out) continue;
-      const T* b = static_cast<const T*>(target.lora_b) + tile.slot * target.slot_stride;
+      const T* b = lora_b_of<T>(args, tile);
       const T** b_rows = scratch_array<const T*>(Scratch::scores, tile.rank);
       for (i64 i = 0; i < tile.rank; ++i) b_rows[i] = b + i * target.rank_stride;
       T* y = static_cast<T*>(target.y) + tile.first_token * target.y_stride;

@@ -1,19 +1,14 @@
-// Python binding, and what the kernels need from their process: torch's threads, memory to work in.
-#include <ATen/Parallel.h>
-
-#include <algorithm>
+// Python binding, and what the kernels need from their process: threads, memory to work in.
 #include <cstdlib>
 #include <memory>
 #include <new>
 
+#include "crew.h"
 #include "decoder.h"
 
 namespace lorafleet {
 
-void run_workers(i64 max_workers, void (*work)(void*), void* state) {
-  at::parallel_for(0, std::min<i64>(max_workers, at::get_num_threads()), 1,
-                   [&](i64, i64) { work(state); });
-}
+void run_workers(void (*work)(void*), void* state) { Crew::get().run(work, state); }
 
 namespace {
 
@@ -42,6 +37,7 @@ void* scratch(Scratch purpose, std::size_t num_bytes) {
 }  // namespace lorafleet
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("set_num_threads", [](int count) { lorafleet::Crew::get().set_num_threads(count); });
   m.def("supported_isas", &lorafleet::supported_isas);
   m.def("active_isa", &lorafleet::active_isa);
   m.def("select_isa", &lorafleet::select_isa);

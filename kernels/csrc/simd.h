@@ -11,6 +11,10 @@
 
 #include "kernels.h"
 
+#if LF_BF16_DOT
+#include <immintrin.h>
+#endif
+
 #if defined(__clang__) || __GNUC__ >= 12
 #define LF_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -90,6 +94,19 @@ LF_INLINE Pair load_pair(const T* p) {
   return {load_first(p), load_second(p)};
 }
 
+// 2 * W elements as they are.
+LF_INLINE VU load_raw(const bf16* p) {
+  VU lanes;
+  __builtin_memcpy(&lanes, p, sizeof(VU));
+  return lanes;
+}
+LF_INLINE void store_raw(bf16* p, VU lanes) { __builtin_memcpy(p, &lanes, sizeof(VU)); }
+LF_INLINE VU load_raw_tail(const bf16* p, i64 count) {
+  bf16 padded[2 * W] = {};
+  __builtin_memcpy(padded, p, count * sizeof(bf16));
+  return load_raw(padded);
+}
+
 // The first `count` of 2 * W elements, zeros behind them.
 template <class T>
 LF_INLINE Pair load_pair_tail(const T* p, i64 count) {
@@ -97,6 +114,13 @@ LF_INLINE Pair load_pair_tail(const T* p, i64 count) {
   __builtin_memcpy(padded, p, count * sizeof(T));
   return load_pair(padded);
 }
+
+#if LF_BF16_DOT
+// acc[i] + x[2 i] * y[2 i] + x[2 i + 1] * y[2 i + 1], products exact, sums float32.
+LF_INLINE V add_dots(V acc, VU x, VU y) {
+  return (V)_mm512_dpbf16_ps((__m512)acc, (__m512bh)x, (__m512bh)y);
+}
+#endif
 
 // Rounds to the nearest bfloat16, ties to even; the result is in the upper half of each lane.
 LF_INLINE VU round_to_bf16(V v) {
@@ -270,7 +294,7 @@ struct TaskQueue {
 };
 
 // Below this many estimated nanoseconds a second thread costs more than it brings.
-constexpr i64 kParallelNs = 8000;
+constexpr i64 kParallelNs = 4000;
 
 template <class Body>
 LF_INLINE void run_tasks(i64 num_tasks, i64 estimated_ns, const Body& body) {
@@ -278,7 +302,7 @@ LF_INLINE void run_tasks(i64 num_tasks, i64 estimated_ns, const Body& body) {
   if (num_tasks <= 1 || estimated_ns < kParallelNs) {
     TaskQueue<Body>::work(&queue);
   } else {
-    run_workers(num_tasks, TaskQueue<Body>::work, &queue);
+    run_workers(TaskQueue<Body>::work, &queue);
   }
 }
 

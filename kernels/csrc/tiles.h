@@ -20,13 +20,22 @@ constexpr int kTileRows = 3;
 constexpr int kWideRows = 3;
 #endif
 constexpr int kTileOuts = 4;
-// Width up to which a panel of kTileRows leaves room for weights in a first cache of 48 KB.
-constexpr i64 kFewFloats = 1024;
+// Bytes of a row up to which a panel of kTileRows leaves room for weights in a first cache of 48 KB.
+constexpr i64 kNarrowBytes = 4096;
 
-// How many floats one staged row of `width` takes: whole pairs, zeros behind the end.
+// What rows are staged as: float32, or as they are where bfloat16 is multiplied as it is.
+#if LF_BF16_DOT
+template <class T>
+using Staged = T;
+#else
+template <class T>
+using Staged = float;
+#endif
+
+// How many elements one staged row of `width` takes: whole pairs, zeros behind the end.
 LF_INLINE i64 staged_width(i64 width) { return round_up(width, 2 * W); }
 
-// A panel holds R rows as float32 with their vectors interleaved: vector k of row r is the
+// A panel holds R staged rows with their vectors interleaved: vector k of row r is the
 // (k * R + r)th. One pointer serves a whole tile and memory is read in one stream.
 template <class T>
 LF_INLINE void stage_in_panel(const T* row, i64 width, i64 r, i64 num_rows, float* panel) {
@@ -38,6 +47,16 @@ LF_INLINE void stage_in_panel(const T* row, i64 width, i64 r, i64 num_rows, floa
   });
 }
 
+#if LF_BF16_DOT
+LF_INLINE void stage_in_panel(const bf16* row, i64 width, i64 r, i64 num_rows, bf16* panel) {
+  for_pairs(width, [&](i64 offset, i64 count) {
+    bool is_whole = count == 2 * W;
+    VU lanes = is_whole ? load_raw(row + offset) : load_raw_tail(row + offset, count);
+    store_raw(panel + offset * num_rows + r * 2 * W, lanes);
+  });
+}
+#endif
+
 template <class T>
 LF_INLINE void stage_row(const T* row, i64 width, float* staged) {
   stage_in_panel(row, width, 0, 1, staged);
@@ -48,17 +67,17 @@ LF_INLINE void stage_row(const T* row, i64 width, float* staged) {
 struct TileSplit {
   i64 rows;
   i64 tiles;
-  TileSplit(i64 num_rows, i64 width) : rows(num_rows) {
-    bool is_small = num_rows <= 2 * kTileRows && width <= kFewFloats;
+  TileSplit(i64 num_rows, i64 row_bytes) : rows(num_rows) {
+    bool is_small = num_rows <= 2 * kTileRows && row_bytes <= kNarrowBytes;
     tiles = ceil_div(num_rows, is_small ? kTileRows : kWideRows);
   }
   i64 begin(i64 tile) const { return rows * tile / tiles; }
 };
 
 // Stages row_at(0) .. row_at(num_rows - 1) as one panel per tile, one panel after the other.
-template <class RowAt>
-LF_INLINE void stage_panels(i64 num_rows, i64 width, const RowAt& row_at, float* staged) {
-  TileSplit split(num_rows, width);
+template <class S, class RowAt>
+LF_INLINE void stage_panels(i64 num_rows, i64 width, const RowAt& row_at, S* staged) {
+  TileSplit split(num_rows, width * static_cast<i64>(sizeof(S)));
   for (i64 tile = 0; tile < split.tiles; ++tile) {
     i64 begin = split.begin(tile), count = split.begin(tile + 1) - begin;
     for (i64 r = 0; r < count; ++r) {
@@ -88,6 +107,10 @@ struct WeightRows {
   LF_INLINE_MEMBER Pair tail(int n, i64 offset) const {
     return load_pair_tail(rows[n] + offset, width - offset);
   }
+  LF_INLINE_MEMBER VU raw(int n, i64 offset) const { return load_raw(rows[n] + offset); }
+  LF_INLINE_MEMBER VU raw_tail(int n, i64 offset) const {
+    return load_raw_tail(rows[n] + offset, width - offset);
+  }
 };
 
 // Four rows of weights staged as a panel; `width` is a staged width, so there is no tail.
@@ -111,6 +134,23 @@ LF_INLINE void accumulate(V (&acc)[R][N], const float* x, const V (&weights)[N])
     V value = load(x + r * W);
     LF_KEEP(value);
     LF_UNROLL for (int n = 0; n < N; ++n) acc[r][n] += value * weights[n];
+  }
+}
+
+// Sums the lanes of four accumulators at a time: one row's four outs, or two outs of two rows.
+template <int R, int First, int N>
+LF_INLINE void store_sums(const V (&acc)[R][N], float* out, i64 out_stride) {
+  static_assert(N == 2 || N == 4, "outs of a tile");
+  constexpr int kRows = 4 / N;
+  LF_UNROLL for (int r = 0; r < R; r += kRows) {
+    V places[4] = {};
+    LF_UNROLL for (int i = 0; i < 4; ++i) {
+      if (r + i / N < R) places[i] = acc[r + i / N][i % N];
+    }
+    V4 sums = sum_lanes(places[0], places[1], places[2], places[3]);
+    LF_UNROLL for (int i = 0; i < 4; ++i) {
+      if (r + i / N < R) out[(r + i / N) * out_stride + First + i % N] = sums[i];
+    }
   }
 }
 
@@ -143,18 +183,43 @@ LF_INLINE void dot_outs(const float* x, const Weights& source, float* out, i64 o
     accumulate<R, N>(acc, x + offset * R, weights);
     accumulate<R, N>(acc, x + (offset + W) * R, second);
   }
+  store_sums<R, First, N>(acc, out, out_stride);
+}
+
+#if LF_BF16_DOT
+template <int R, int N>
+LF_INLINE void accumulate(V (&acc)[R][N], const bf16* x, const VU (&weights)[N]) {
   LF_UNROLL for (int r = 0; r < R; ++r) {
-    // Every out keeps its place, and with it the order in which its lanes are summed.
-    V places[kTileOuts] = {};
-    LF_UNROLL for (int n = 0; n < N; ++n) places[First + n] = acc[r][n];
-    V4 sums = sum_lanes(places[0], places[1], places[2], places[3]);
-    float* to = out + r * out_stride + First;
-    LF_UNROLL for (int n = 0; n < N; ++n) to[n] = sums[First + n];
+    VU value = load_raw(x + r * 2 * W);
+    LF_KEEP(value);
+    LF_UNROLL for (int n = 0; n < N; ++n) acc[r][n] = add_dots(acc[r][n], value, weights[n]);
   }
 }
 
-template <int R, class Weights>
-LF_INLINE void dot_tile_rows(const float* x, const Weights& source, float* out, i64 out_stride) {
+template <int R, int First, int N>
+LF_INLINE void dot_outs(const bf16* x, const WeightRows<bf16>& source, float* out,
+                        i64 out_stride) {
+  V acc[R][N] = {};
+  VU weights[N];
+  i64 offset = 0;
+  for (; offset + 2 * W <= source.width; offset += 2 * W) {
+    LF_UNROLL for (int n = 0; n < N; ++n) {
+      weights[n] = source.raw(First + n, offset);
+      LF_KEEP(weights[n]);
+      source.prefetch(First + n, offset);
+    }
+    accumulate<R, N>(acc, x + offset * R, weights);
+  }
+  if (offset < source.width) {
+    LF_UNROLL for (int n = 0; n < N; ++n) weights[n] = source.raw_tail(First + n, offset);
+    accumulate<R, N>(acc, x + offset * R, weights);
+  }
+  store_sums<R, First, N>(acc, out, out_stride);
+}
+#endif
+
+template <int R, class S, class Weights>
+LF_INLINE void dot_tile_rows(const S* x, const Weights& source, float* out, i64 out_stride) {
   if constexpr (R <= kWideRows) {
     dot_outs<R, 0, kTileOuts>(x, source, out, out_stride);
   } else {
@@ -165,8 +230,8 @@ LF_INLINE void dot_tile_rows(const float* x, const Weights& source, float* out, 
 
 // out[r, 0..3] for the rows of one panel of x. A row's sums depend neither on the panel's size nor on
 // whether the weights were staged.
-template <class Weights>
-static void dot_tile(i64 num_rows, const float* x, const Weights& source, float* out,
+template <class S, class Weights>
+static void dot_tile(i64 num_rows, const S* x, const Weights& source, float* out,
                      i64 out_stride) {
 #define LF_CASE(R) \
   case R:          \
@@ -191,7 +256,7 @@ static void dot_tile(i64 num_rows, const float* x, const Weights& source, float*
 template <class WeightsAt>
 LF_INLINE void dot_rows(i64 num_rows, const float* x, i64 x_width, i64 outs,
                         const WeightsAt& weights_at, float* out, i64 out_stride) {
-  TileSplit split(num_rows, x_width);
+  TileSplit split(num_rows, x_width * static_cast<i64>(sizeof(float)));
   for (i64 tile = 0; tile < split.tiles; ++tile) {
     i64 begin = split.begin(tile), count = split.begin(tile + 1) - begin;
     for (i64 n = 0; n < outs; n += kTileOuts) {

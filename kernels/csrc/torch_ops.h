@@ -32,6 +32,7 @@ std::vector<const KernelTable*> supported_tables() {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
       tables.push_back(&kAvx512Kernels);
+      if (__builtin_cpu_supports("avx512bf16")) tables.push_back(&kAvx512Bf16Kernels);
     }
   }
 #endif

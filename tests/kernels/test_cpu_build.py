@@ -53,6 +53,7 @@ def test_only_x86_compiles_for_several_instruction_sets() -> None:
     assert [unit.name for unit in build.units("aarch64")] == ["module", "portable"]
     assert [unit.name for unit in build.units("x86_64")] == [
         "module",
+        "avx512_bf16",
         "avx512",
         "avx2",
         "portable",
