@@ -167,9 +167,12 @@ def _add_tile(
         row_mask = rows < rank
         mask = token_mask[:, None] & row_mask[None, :]
         mid = tl.load(mid_rows + rows[None, :], mask=mask, other=0.0)
-        for split in tl.static_range(1, SPLITS):
-            mid_part = mid_rows + split * part_stride + rows[None, :]
-            mid += tl.load(mid_part, mask=mask, other=0.0)
+        if SPLITS > 1:
+            # One at a time: all parts in flight at once take more registers and more shared memory
+            # than there are.
+            for split in tl.range(1, SPLITS, num_stages=1):
+                mid_part = mid_rows + split * part_stride + rows[None, :]
+                mid += tl.load(mid_part, mask=mask, other=0.0)
         weight_ptrs = b_ptr + rows[:, None] * width + cols[None, :]
         weight = tl.load(weight_ptrs, mask=row_mask[:, None] & col_mask[None, :], other=0.0)
         update = tl.dot(
