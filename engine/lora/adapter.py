@@ -15,7 +15,7 @@ from engine.config import LoRAConfig
 from engine.errors import AdapterError, InvalidAdapterError, UnsupportedAdapterError
 from engine.lora.adapter_tensors import BaseWeight, ModuleTensors, match_tensors
 from engine.lora.adapter_tokenizer import BaseTokenizer
-from engine.lora.module_change import ChangeBuilder, ModuleChange, check_finite
+from engine.lora.module_change import ChangeBuilder, ModuleChange, check_values
 from engine.lora.module_plan import ModulePlan, plan_modules, unmatched_targets
 from engine.lora.module_spelling import ModuleSpelling, find_spelling
 from engine.lora.peft_config import MAX_CONFIG_BYTES, PeftLoRAConfig, read_peft_config
@@ -162,10 +162,12 @@ def _load(
     tensors = match_tensors(stored, wanted, plan, targets, base_weight)
     buffer, modules = _copy_weights(tensors, plan, dtype)
     changes = _changes(tensors, plan, targets, config, ChangeBuilder(dtype, base_weight))
-    if not any(m.lora_b.any() for m in modules.values()) and all(
+    if not any(m.lora_a.any() and m.lora_b.any() for m in modules.values()) and all(
         change.is_trivial for change in changes.values()
     ):
-        raise InvalidAdapterError("every lora_B is zero: the adapter would change nothing")
+        raise InvalidAdapterError(
+            "every lora_A or lora_B is zero: the adapter would change nothing"
+        )
     info = AdapterInfo(
         digest=content.digest,
         lora_name=request.lora_name,
@@ -259,8 +261,8 @@ def _copy_weights(
         module.lora_a.copy_(stored_a.load())
         # In float32 before the cast, as PEFT scales in at least the weights' precision.
         module.lora_b.copy_((stored_b.load().float() * plan[name].scaling).t())
-        check_finite(name, "lora_A", module.lora_a)
-        check_finite(name, "lora_B", module.lora_b)
+        check_values(name, "lora_A", module.lora_a)
+        check_values(name, "lora_B", module.lora_b)
     return buffer, modules
 
 

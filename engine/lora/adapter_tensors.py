@@ -11,7 +11,7 @@ import torch
 from engine.errors import InvalidAdapterError, UnsupportedAdapterError
 from engine.lora.module_plan import ModulePlan
 from engine.lora.targets import LoRATarget, ModelTargets, TargetKind
-from engine.lora.tensor_names import TensorName, TensorRole, parse_tensor_name
+from engine.lora.tensor_names import PEFT_PREFIX, TensorName, TensorRole, parse_tensor_name
 from engine.lora.tensor_plan import TensorPlan
 from engine.lora.weight_files import StoredTensor
 
@@ -56,6 +56,7 @@ def _use_each(
 ) -> _Found:
     found: _Found = {}
     adapters: dict[str, str] = {}
+    spellings: dict[bool, str] = {}
     for key, tensor in stored.items():
         name = parse_tensor_name(key)
         if name is None:
@@ -76,6 +77,12 @@ def _use_each(
             other = found[name.module, name.role][0]
             raise InvalidAdapterError(f"tensors {_shown(key)} and {_shown(other)} are the same")
         found[name.module, name.role] = (key, tensor)
+        spellings.setdefault(key.startswith(PEFT_PREFIX), key)
+    if len(spellings) > 1:
+        # PEFT takes no notice of those without it; a file of them alone is what other tools write.
+        raise InvalidAdapterError(
+            f"tensor {_shown(spellings[False])} lacks the prefix {PEFT_PREFIX!a} that others have"
+        )
     return found
 
 

@@ -9,6 +9,7 @@ For a linear, y = x @ W.T + b of the base model becomes
     x @ weight.T + bias                  a whole new weight
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -22,6 +23,10 @@ from engine.lora.tensor_names import TensorRole
 
 # Rows of a weight whose norms are computed at once, which bounds the memory that takes.
 _ROWS_AT_ONCE = 1024
+
+# The largest float16. No trained value comes near it, a flipped bit of an exponent goes beyond; and
+# sums of such values overflow at other places than PEFT's do.
+_LARGEST = 65504.0
 
 # Magnitudes and norms of an untrained DoRA adapter differ by the order of summation alone.
 _SAME_SCALE = 1e-5
@@ -62,13 +67,12 @@ class ModuleChange:
         """Whether it leaves every result as it is."""
         parts = self.tensors
         scale, shift = parts.pop("scale", None), parts.pop("shift", None)
-        expand = parts.pop("expand", None)
-        parts.pop("table", None)
+        table, expand = parts.pop("table", None), parts.pop("expand", None)
         return (
             not parts
             and (scale is None or bool(((scale - 1).abs() < _SAME_SCALE).all()))
             and (shift is None or bool((shift.abs() < _SAME_SCALE).all()))
-            and (expand is None or not expand.any())
+            and (table is None or expand is None or not (table.any() and expand.any()))
         )
 
     def to(self, device: torch.device) -> "ModuleChange":
@@ -94,7 +98,7 @@ class ChangeBuilder:
         """The change of one module, None when B @ A is all there is."""
         loaded = {role: tensor.load().float() for role, tensor in tensors.items()}
         for role, values in loaded.items():
-            check_finite(target.name, role.value, values)
+            check_values(target.name, role.value, values)
         parts: dict[str, torch.Tensor] = {}
         if TensorRole.TRAINED_TOKENS in loaded:
             parts |= self._trained_tokens(target, loaded[TensorRole.TRAINED_TOKENS], token_ids)
@@ -162,7 +166,7 @@ class ChangeBuilder:
         if target.has_bias:
             base = self._base(target, "bias").float().cpu()
             shift += loaded.get(TensorRole.MODULE_BIAS, base) - scale * base
-        check_finite(target.name, "the scale of DoRA", scale)
+        check_values(target.name, "the scale of DoRA", scale)
         return {"scale": scale, "shift": shift}
 
     def _base(self, target: LoRATarget, parameter: str) -> torch.Tensor:
@@ -175,7 +179,7 @@ class ChangeBuilder:
 
     def _cast(self, target: LoRATarget, values: torch.Tensor) -> torch.Tensor:
         cast = values.to(self._dtype)
-        check_finite(target.name, "a replaced weight", cast)
+        check_values(target.name, "a replaced weight", cast)
         return cast
 
 
@@ -201,9 +205,17 @@ def _dora_scale(
     return magnitude / torch.cat(norms).cpu()
 
 
-def check_finite(module: str, part: str, values: torch.Tensor) -> None:
-    """Raise InvalidAdapterError for infinities and NaNs."""
-    if not torch.isfinite(values).all():
+def check_values(module: str, part: str, values: torch.Tensor) -> None:
+    """Raise InvalidAdapterError for infinities, NaNs, and what only damage makes so large."""
+    if not values.numel():
+        return
+    low, high = (float(value) for value in torch.aminmax(values))
+    largest = max(-low, high)
+    if not math.isfinite(largest):
         raise InvalidAdapterError(
             f"{part} of {module} has values that are not finite in {values.dtype}"
+        )
+    if largest > _LARGEST:
+        raise InvalidAdapterError(
+            f"{part} of {module} has values up to {largest:.1e}, more than {_LARGEST:.0f}: damaged"
         )

@@ -54,9 +54,12 @@ def test_a_hostile_regex_is_stopped(
         load(path, good.targets)
 
 
-def test_values_that_overflow_the_engine_dtype_are_refused(good: PeftAdapter, path: Path) -> None:
-    set_value(f"{Q0}.lora_B.weight", 1e6)(path)
+def test_values_beyond_float16_are_refused_in_every_dtype(good: PeftAdapter, path: Path) -> None:
+    set_value(f"{Q0}.lora_B.weight", 2.6e4)(path)
     load(path, good.targets)
+    set_value(f"{Q0}.lora_B.weight", 1e6)(path)
+    with pytest.raises(InvalidAdapterError, match=re.escape("values up to 2.5e+06, more than")):
+        load(path, good.targets)
     request = LoRARequest(lora_name="bad", lora_path=str(path))
     with pytest.raises(InvalidAdapterError, match=re.escape("not finite in torch.float16")):
         load_adapter(request, good.targets, LoRAConfig(), torch.float16)

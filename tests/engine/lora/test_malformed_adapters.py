@@ -224,6 +224,18 @@ INVALID: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "NaN weight": (set_value(f"{Q0}.lora_A.weight", float("nan")), "lora_A of .*not finite"),
     "infinite weight": (set_value(f"{Q0}.lora_B.weight", float("inf")), "lora_B of .*not finite"),
+    "flipped bit of an exponent": (
+        set_value(f"{Q0}.lora_B.weight", 1e37),
+        r"lora_B of .*q_proj has values up to 2.5e\+37, more than 65504: damaged",
+    ),
+    "some tensors without prefix": (
+        rename(f"{Q0}.lora_A.weight", f"{Q0}.lora_A.weight".removeprefix("base_model.model.")),
+        "'model.layers.0.self_attn.q_proj.lora_A.weight' lacks the prefix 'base_model.model.'",
+    ),
+    "every lora_A is zero": (
+        tensors(lambda t: [tensor.zero_() for key, tensor in t.items() if "lora_A" in key]),
+        "every lora_A or lora_B is zero: the adapter would change nothing",
+    ),
     "two adapters": (
         tensors(lambda t: t.update({f"{Q0}.lora_A.other.weight": torch.zeros(SHAPE)})),
         "several adapters",

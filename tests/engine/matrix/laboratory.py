@@ -43,7 +43,7 @@ class Laboratory:
         self._root = root
         self.checkpoint = root / "base"
         save_base(self.architecture, self.checkpoint)
-        self._base = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=torch.float32)
+        self.base = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=torch.float32)
         self.model = load_paged(self.checkpoint, lora=LIMITS)
         self.llm = LLM(
             self.checkpoint,
@@ -78,6 +78,10 @@ class Laboratory:
         if feature is None:
             return None
         return LoRARequest(lora_name=feature, lora_path=str(self._path(feature) / _SERVED))
+
+    def saved(self, feature: str) -> Path:
+        """What PEFT saved, which PEFT can read."""
+        return self._path(feature) / _SAVED
 
     def forget(self, feature: str) -> None:
         """Let the engine read the adapter anew when it is asked for again."""
@@ -124,9 +128,9 @@ class Laboratory:
         """PEFT's logits [tokens, vocab]; the base model's own for None."""
         options = {}
         with quiet():
-            model = copy.deepcopy(self._base)
+            model = copy.deepcopy(self.base)
             if feature is not None:
-                model = PeftModel.from_pretrained(model, str(self._path(feature) / _SAVED))
+                model = PeftModel.from_pretrained(model, str(self.saved(feature)))
                 if model.peft_config["default"].alora_invocation_tokens:
                     # As PEFT's generate does: the prompt's invocation counts, not generated ones.
                     prompt = torch.tensor([PROMPT])
@@ -138,7 +142,7 @@ class Laboratory:
 
     def _make(self, name: str, feature: Feature) -> None:
         path = self._path(name)
-        train(copy.deepcopy(self._base), feature, self.architecture, path / _SAVED, seed=len(name))
+        train(copy.deepcopy(self.base), feature, self.architecture, path / _SAVED, seed=len(name))
         if feature.store is not None:
             feature.store(path / _SAVED)
         shutil.copytree(path / _SAVED, path / _SERVED)

@@ -70,7 +70,9 @@ def answer(llm: LLM, requests: list[LoRARequest | None]) -> list[tuple[object, .
 
 
 def test_memory_and_a_pinned_adapter_stay_as_they_are(
-    lab: Laboratory, fresh: Callable[[int], LoRARequest]
+    lab: Laboratory,
+    fresh: Callable[[int], LoRARequest],
+    record_property: Callable[[str, object], None],
 ) -> None:
     llm = LLM(
         lab.checkpoint,
@@ -98,4 +100,5 @@ def test_memory_and_a_pinned_adapter_stay_as_they_are(
         if number == WARM_UP:
             before = resident_bytes()
     growth = resident_bytes() / before - 1
+    record_property("growth of memory", growth)
     assert growth < 0.02, f"memory grew by {growth:.1%}"
