@@ -21,7 +21,6 @@ from typing import Any
 from ray import serve
 from safetensors.torch import load_file, save_file
 
-from adapters import LoRARequest, adapter_digest, find_adapter_files
 from benchmarks.broadcast import LIMIT_EXTRA_MS, LIMIT_FACTOR, quantiles
 from deployments.app import REPLICAS
 from deployments.backend import LoadAdapter
@@ -35,6 +34,7 @@ from deployments.config import (
 from deployments.controller_actor import ControllerActor, Deployed
 from deployments.llm_replica import make_async_engine
 from deployments.ray_backend import RayBackend
+from deployments.source_setup import build_sources
 from engine.async_engine import AsyncEngine
 from tests.consistency.served import local_ray, run_app
 
@@ -72,7 +72,11 @@ def make_config(root: Path, model: str, num_replicas: int) -> DeploymentConfig:
         engine=EngineSettings(
             max_model_len=64, kv_cache_bytes=1 << 24, max_loras=4, max_cpu_loras=32, num_threads=1
         ),
-        adapters=AdapterSettings(directories=(str(root),), allow_runtime_updating=True),
+        adapters=AdapterSettings(
+            directories=(str(root),),
+            allow_runtime_updating=True,
+            store_dir=str(root / f"store-{num_replicas}"),
+        ),
         cluster=ClusterSettings(state_dir=str(root / "state")),
         http=HttpOptions(num_replicas=1),
     )
@@ -81,17 +85,18 @@ def make_config(root: Path, model: str, num_replicas: int) -> DeploymentConfig:
 async def measure_own_load(
     config: DeploymentConfig, variants: Variants, rounds: int
 ) -> list[float]:
-    """One engine alone, in this process: seconds for each load."""
+    """One engine alone, in this process: seconds to bring each adapter to a store and load it."""
     engine = await make_async_engine(config, 1)
     assert isinstance(engine, AsyncEngine)
+    sources = build_sources(config)
     times = []
     for _ in range(_WARM_UP + rounds):
         path = variants.write()
-        digest = adapter_digest(find_adapter_files(path))
         began = time.perf_counter()
-        await engine.load_lora(LoRARequest(lora_name=NAME, lora_path=str(path), digest=digest))
+        request = await sources.open(NAME, str(path))
+        await engine.load_lora(request)
         times.append(time.perf_counter() - began)
-        await engine.remove_lora(digest)
+        await engine.remove_lora(request.digest or "")
     await engine.stop()
     return times[_WARM_UP:]
 
