@@ -156,11 +156,12 @@ def all_cases() -> dict[str, Callable[[], object]]:
         "lora_rows_scaled": partial(lora, 8, 1, scaled=True),
         "lora_tiles_short": partial(lora, 2048, 32),
         "lora_tiles_split": partial(lora, 64, 64, rank=16),
-        # Prompts whose inputs are cut into as many parts as there can be, and into half as many.
+        # Prompts whose inputs are cut into as many parts as there can be, and into fewer.
         "lora_tiles_prompt": partial(lora, 100, 100, rank=16),
         "lora_tiles_prompt_scaled": partial(lora, 100, 100, rank=16, scaled=True),
         "lora_tiles_prompt_float16": partial(lora, 100, 100, rank=16, dtype=torch.float16),
         "lora_tiles_two_prompts": partial(lora, 200, 100, rank=16),
+        "lora_tiles_four_prompts": partial(lora, 400, 100, rank=16),
         "lora_tiles_long": partial(lora, 4096, 1024),
         "lora_tiles_scaled": partial(lora, 4096, 1024, scaled=True),
         "lora_tiles_long_float16": partial(lora, 4096, 1024, dtype=torch.float16),
