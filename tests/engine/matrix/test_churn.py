@@ -1,6 +1,6 @@
 """Adapters of mixed kinds that come and go leave nothing behind.
 
-LORAFLEET_CHURN sets how many; a few are enough to find what grows with every one of them.
+LORAFLEET_CHURN sets how many; a hundred find what grows with every one of them.
 """
 
 import gc
@@ -18,7 +18,7 @@ from engine import LLM, CacheConfig, LoRAConfig, SamplingParams
 from tests.engine.matrix.edits import WEIGHTS
 from tests.engine.matrix.laboratory import PROMPT, Laboratory
 
-NUM_ADAPTERS = int(os.environ.get("LORAFLEET_CHURN", "90"))
+NUM_ADAPTERS = int(os.environ.get("LORAFLEET_CHURN", "2000"))
 WARM_UP = 50
 KINDS = ("all-linear", "DoRA", "embedding", "bias all", "modules_to_save lm_head", "aLoRA")
 KINDS += ("modules_to_save norms", "trainable_token_indices", "lora_bias", "rank 64")
@@ -42,20 +42,26 @@ def fresh(
 ) -> Callable[[int], LoRARequest]:
     """An adapter that no engine has seen: one of the kinds with other values, at the same place."""
     root = tmp_path_factory.mktemp("fresh")
+    original: dict[str, dict[str, torch.Tensor]] = {}
     for kind in KINDS:
         request = lab.request(kind)
         assert request is not None
         (root / kind).symlink_to(request.lora_path)
+        loaded = load_file(root / kind / WEIGHTS)
+        # The file is written over, and loading may have mapped it.
+        original[kind] = {key: tensor.clone() for key, tensor in loaded.items()}
 
     def make(number: int) -> LoRARequest:
         kind = KINDS[random.Random(number).randrange(len(KINDS))]
         weights = (root / kind / WEIGHTS).resolve()
         generator = torch.Generator().manual_seed(number)
-        changed = load_file(weights)
-        for key, tensor in changed.items():
+        changed = {
             # A copy of a base weight must stay one.
-            if not key.endswith("base_layer.weight"):
-                tensor *= 1 + 0.1 * torch.rand(tensor.shape, generator=generator)
+            key: tensor
+            if key.endswith("base_layer.weight")
+            else tensor * (1 + 0.1 * torch.rand(tensor.shape, generator=generator))
+            for key, tensor in original[kind].items()
+        }
         save_file(changed, weights)
         digest = adapter_digest(find_adapter_files(weights.parent))
         return LoRARequest(lora_name=f"{number}", lora_path=str(weights.parent), digest=digest)
