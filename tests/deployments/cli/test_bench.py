@@ -1,8 +1,10 @@
 """The command that sends load: figures for people and for scripts, statuses for both."""
 
 import json
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -60,3 +62,9 @@ def test_an_unknown_model_fails_with_the_servers_reason(url: str) -> None:
 def test_without_a_server_there_is_no_answer() -> None:
     status, text = bench("http://127.0.0.1:9")
     assert status == 3 and "127.0.0.1:9" in text
+
+
+def test_what_it_runs_is_installed_with_it() -> None:
+    root = Path(__file__).resolve().parents[3]
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    assert "benchmarks*" in project["tool"]["setuptools"]["packages"]["find"]["include"]
