@@ -1,0 +1,103 @@
+"""The committed results as the tables of ``docs/performance.md``.
+
+    python -m benchmarks.report
+
+Reads ``benchmarks/results`` alone, measures nothing.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+Report = dict[str, Any]
+
+# Name in a report's ratios, what it says, and what it should be at least or at most.
+_ENGINE_RATIOS = (
+    ("mixed8_over_base", "8 adapters in a batch of 8, over the base model alone", "≥ 0.92"),
+    ("mixed16_over_base", "16 adapters in a batch of 16", "≥ 0.85"),
+    ("mixed64_over_base", "64 adapters in a batch of 64", "≥ 0.85"),
+    ("lora_enabled_base_over_disabled", "base model with LoRA enabled, over disabled", "≥ 0.98"),
+    ("mixed8_over_peft", "8 adapters, over PEFT's mixed batch", "≥ 4"),
+    ("mixed16_over_peft", "16 adapters, over PEFT's mixed batch", "≥ 8"),
+    ("decode_step_over_floor_b1", "decode step of 1, over the floor", "≤ 1.6"),
+    ("decode_step_over_floor_b8", "decode step of 8, over the floor", "≤ 1.6"),
+    ("slots_thrash_ttft", "TTFT with half as many slots as adapters, over enough", "≤ 2"),
+)
+
+
+def engine_table(report: Report) -> str:
+    """Figures of every case."""
+    rows = [
+        (name, f"{case['tokens_per_s']:.0f}", _ms(case["decode_step_s"]), _ms(case["ttft_p50_s"]))
+        for name, case in report["figures"].items()
+    ]
+    return _table(("case", "tokens/s", "decode step, ms", "TTFT p50, ms"), rows)
+
+
+def engine_ratio_table(report: Report) -> str:
+    """The ratios with what was aimed at."""
+    ratios = report["ratios"]
+    rows = [(text, f"{ratios[name]:.2f}", aim) for name, text, aim in _ENGINE_RATIOS]
+    return _table(("ratio", "measured", "aim"), rows)
+
+
+def layers_table(report: Report) -> str:
+    """The server beside the bare engine."""
+    rows = [
+        (
+            clients,
+            f"{by['engine']['output_tokens_per_s']:.0f}",
+            f"{by['server']['output_tokens_per_s']:.0f}",
+            f"{report['ratios'][clients]['throughput']:.2f}",
+            f"{report['ratios'][clients]['added_ttft_p50_ms']:.1f}",
+        )
+        for clients, by in report["figures"].items()
+    ]
+    header = ("clients", "engine, tokens/s", "server, tokens/s", "ratio", "added TTFT p50, ms")
+    return _table(header, rows)
+
+
+def features_table(report: Report) -> str:
+    """What kinds of adapters cost."""
+    results = report["results"]
+    plain = results["all plain"]["decode_step_s"]
+    rows = [
+        (name, _ms(case["decode_step_s"]), f"{case['decode_step_s'] / plain:.2f}")
+        for name, case in results.items()
+    ]
+    return _table(("adapters in a batch of 8", "decode step, ms", "over all plain"), rows)
+
+
+TABLES: Mapping[str, tuple[str, Callable[[Report], str]]] = {
+    "ratios": ("engine.json", engine_ratio_table),
+    "engine": ("engine.json", engine_table),
+    "layers": ("layers.json", layers_table),
+    "features": ("adapter_features.json", features_table),
+}
+
+
+def tables() -> Iterator[tuple[str, str]]:
+    """Every table by its name."""
+    for name, (file, make) in TABLES.items():
+        yield name, make(json.loads((RESULTS / file).read_text()))
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _ms(seconds: float) -> str:
+    return "" if seconds != seconds else f"{1e3 * seconds:.1f}"
+
+
+def main() -> None:
+    """Print all tables."""
+    for name, table in tables():
+        print(f"{name}\n\n{table}\n")
+
+
+if __name__ == "__main__":
+    main()
