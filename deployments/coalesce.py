@@ -4,20 +4,33 @@ Each item that crosses processes costs a good part of a millisecond, whatever it
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import cast
 
 from engine.outputs import RequestOutput
 
+# One item of a stream costs all processes on its way together about as much CPU time as a small
+# model's token. So many streams go at the configured pace; with more each gathers longer, up to
+# so many times, which readers do not see yet.
+_STREAMS_AT_FULL_PACE = 4
+_MAX_SLOWDOWN = 5.0
+
+
+def crowd_interval_s(interval_s: float, num_streams: int) -> float:
+    """Return how long each of so many streams gathers, so that all their items stay few."""
+    crowd = num_streams / _STREAMS_AT_FULL_PACE
+    return interval_s * min(max(crowd, 1.0), _MAX_SLOWDOWN)
+
 
 async def coalesce(
-    stream: AsyncIterator[list[RequestOutput]], interval_s: float
+    stream: AsyncIterator[list[RequestOutput]], interval_s: Callable[[], float]
 ) -> AsyncIterator[list[RequestOutput]]:
     """Yield the first outputs as they come, then at most one list for each interval.
 
-    The last outputs do not wait for the interval. Closing this closes ``stream``.
+    How long that is is asked for anew each time. The last outputs do not wait for it. Closing this
+    closes ``stream``.
     """
     gathered = _Gathered(stream)
     try:
@@ -26,7 +39,7 @@ async def coalesce(
             if not outputs:
                 return
             yield outputs
-            await gathered.wait_until_finished(interval_s)
+            await gathered.wait_until_finished(interval_s())
     finally:
         await gathered.close()
 

@@ -264,6 +264,7 @@ class DeploymentConfig(_Settings):
     While all replicas have ``max_ongoing_requests``, each ingress keeps up to
     ``max_queued_requests`` and refuses more. A replica that ends goes on with the requests that it
     has for ``graceful_shutdown_timeout_s``.
+    A stream's tokens are sent at most every ``coalesce_ms``, with many streams up to five times it.
     ``profile`` says how the base model wants to be talked to. ``autoscaling`` goes instead of
     ``num_replicas``.
     """

@@ -11,7 +11,7 @@ from typing import cast
 from adapters import AdapterVersion
 from deployments.backend import BaseModelInfo
 from deployments.cluster_protocol import ForcedEnd
-from deployments.coalesce import coalesce
+from deployments.coalesce import coalesce, crowd_interval_s
 from deployments.engine_port import GeneratingEngine
 from deployments.errors import (
     AdapterRejectedError,
@@ -58,6 +58,7 @@ class LLMServer:
         self.base_model = base_model
         self._engine = engine
         self._coalesce_s = coalesce_s
+        self._num_streams = 0
         self._encoder = PromptEncoder(engine.tokenizer)
         self._planner = OutputPlanner(engine.tokenizer)
         self._profile = profile or ModelProfile()
@@ -216,14 +217,17 @@ class LLMServer:
                 tenant=request.tenant,
                 timeout_s=request.timeout_s,
             ),
-            self._coalesce_s,
+            lambda: crowd_interval_s(self._coalesce_s, self._num_streams),
         )
+        self._num_streams += 1
         try:
             async with aclosing(cast("AsyncGenerator[list[RequestOutput], None]", stream)):
                 async for outputs in stream:
                     yield outputs
         except EngineDeadError as error:
             raise ReplicaUnavailableError("the replica's engine has stopped") from error
+        finally:
+            self._num_streams -= 1
 
 
 def _named(admitted: AdmittedAdapter | None) -> tuple[str | None, int]:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from deployments.coalesce import coalesce, merge_outputs
+from deployments.coalesce import coalesce, crowd_interval_s, merge_outputs
 from engine.outputs import FinishReason, PositionLogprobs, RequestOutput, TokenLogprob
 
 NEVER_S = 1000.0
@@ -46,7 +46,7 @@ def logprobs(token_id: int) -> tuple[PositionLogprobs, ...]:
 
 async def test_first_output_does_not_wait_and_later_ones_are_gathered() -> None:
     script = Script()
-    stream = coalesce(script.stream(), 0.02)
+    stream = coalesce(script.stream(), lambda: 0.02)
     script.say("a")
     assert [o.text for o in await anext(stream)] == ["a"]
     script.say("b", "c", "d")
@@ -59,7 +59,7 @@ async def test_first_output_does_not_wait_and_later_ones_are_gathered() -> None:
 async def test_last_output_does_not_wait_for_the_interval() -> None:
     script = Script()
     script.say("a")
-    stream = coalesce(script.stream(), NEVER_S)
+    stream = coalesce(script.stream(), lambda: NEVER_S)
     await anext(stream)
     script.say("b", "c")
     script.queue.put_nowait(None)
@@ -69,7 +69,7 @@ async def test_last_output_does_not_wait_for_the_interval() -> None:
 async def test_failure_comes_after_what_was_said_before_it() -> None:
     script = Script()
     script.say("a")
-    stream = coalesce(script.stream(), NEVER_S)
+    stream = coalesce(script.stream(), lambda: NEVER_S)
     await anext(stream)
     script.say("b")
     script.queue.put_nowait(RuntimeError("broken"))
@@ -81,7 +81,7 @@ async def test_failure_comes_after_what_was_said_before_it() -> None:
 async def test_closing_closes_the_source() -> None:
     script = Script()
     script.say("a")
-    async with aclosing(cast("Any", coalesce(script.stream(), NEVER_S))) as stream:
+    async with aclosing(cast("Any", coalesce(script.stream(), lambda: NEVER_S))) as stream:
         await anext(stream)
     assert script.is_closed
 
@@ -90,7 +90,7 @@ async def test_cancelled_consumer_closes_the_source() -> None:
     script = Script()
 
     async def consume() -> None:
-        async with aclosing(cast("Any", coalesce(script.stream(), NEVER_S))) as stream:
+        async with aclosing(cast("Any", coalesce(script.stream(), lambda: NEVER_S))) as stream:
             await anext(stream)
 
     task = asyncio.create_task(consume())
@@ -122,3 +122,23 @@ def test_only_the_last_output_says_that_the_request_finished() -> None:
         [output("a"), output("b", index=1), output("c", request_finished=True)]
     )
     assert [o.request_finished for o in finished] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("num_streams", "expected"), [(0, 0.02), (1, 0.02), (4, 0.02), (8, 0.04), (1000, 0.1)]
+)
+def test_many_streams_gather_longer_up_to_a_bound(num_streams: int, expected: float) -> None:
+    assert crowd_interval_s(0.02, num_streams) == pytest.approx(expected)
+    assert crowd_interval_s(0.0, num_streams) == 0
+
+
+async def test_the_interval_is_asked_for_anew_each_time() -> None:
+    script = Script()
+    intervals = iter([0.0, NEVER_S])
+    stream = coalesce(script.stream(), lambda: next(intervals))
+    for text in "ab":
+        script.say(text)
+        assert [o.text for o in await anext(stream)] == [text]
+    script.say("c")
+    script.queue.put_nowait(None)
+    assert [o.text for o in await anext(stream)] == ["c"]
