@@ -34,11 +34,16 @@ def running_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
         yield hub
 
 
+@pytest.fixture(autouse=True)
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library reads this when it is imported, maybe by a run of the tests without a network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+
 @pytest.fixture
 def hub(running_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
     monkeypatch.setenv("HF_ENDPOINT", running_hub.url)
     monkeypatch.setenv("HF_TOKEN", "hf_hunter2")
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     for name in ("requests", "faults"):
         (running_hub.root / name).unlink(missing_ok=True)
     return running_hub
@@ -227,10 +232,7 @@ async def test_hub_says_when_to_come_back(hub: Hub, make: Make) -> None:
     assert caught.value.retry_after_s == 17
 
 
-async def test_hub_that_is_not_there_is_unavailable(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+async def test_hub_that_is_not_there_is_unavailable(make: Make) -> None:
     with pytest.raises(SourceUnavailableError, match="cannot be reached: ConnectError"):
         await make(endpoint="http://127.0.0.1:9").resolve_lora("base", "acme/sql")
 

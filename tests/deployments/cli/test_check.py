@@ -177,7 +177,6 @@ def test_hub_uri_is_checked_at_its_revision(
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         # Read when the library was imported, maybe offline.
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         hub.put("acme/sql", "1" * 40, files, "v1")
         hub.put("acme/sql", "2" * 40, files | {"adapter_config.json": b"[]"}, "main")
         assert run("hf://acme/sql@v1").exit_code == 0
