@@ -43,6 +43,25 @@ def engine_ratio_table(report: Report) -> str:
     return _table(("ratio", "measured", "aim"), rows)
 
 
+def peers_table(report: Report) -> str:
+    """The first server over each other one, cell by cell."""
+    figures, ratios = report["figures"], report["ratios"]
+    first = next(iter(next(iter(figures.values()))))
+    others = [name for name in next(iter(figures.values())) if name != first]
+    header = ["load", f"{first}, tokens/s"]
+    for other in others:
+        header += [f"{other}, tokens/s", "times", "TTFT times", "inter-token times"]
+    rows = []
+    for cell, by_server in figures.items():
+        row = [cell, f"{by_server[first]['output_tokens_per_s']:.0f}"]
+        for other in others:
+            ratio = ratios[cell][other]
+            row += [f"{by_server[other]['output_tokens_per_s']:.0f}"]
+            row += [f"{ratio[key]:.2f}" for key in ("output_tokens_per_s", "ttft_p50", "itl_p50")]
+        rows.append(row)
+    return _table(header, rows)
+
+
 def layers_table(report: Report) -> str:
     """The server beside the bare engine."""
     rows = [
@@ -73,6 +92,7 @@ def features_table(report: Report) -> str:
 TABLES: Mapping[str, tuple[str, Callable[[Report], str]]] = {
     "ratios": ("engine.json", engine_ratio_table),
     "engine": ("engine.json", engine_table),
+    "peers": ("peers.json", peers_table),
     "layers": ("layers.json", layers_table),
     "features": ("adapter_features.json", features_table),
 }
