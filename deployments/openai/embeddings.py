@@ -3,7 +3,7 @@
 import base64
 import math
 import struct
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -100,9 +100,6 @@ class EmbeddingsWriter:
             ],
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
-
-    def events(self) -> AsyncIterator[bytes]:
-        raise NotImplementedError("embeddings are never streamed")
 
     def _shown(self, vector: Sequence[float]) -> list[float] | str:
         values = list(vector)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, overload
 
 import orjson
 from fastapi import Request, Response
@@ -22,20 +22,44 @@ GENERATION_HEADER = "x-lorafleet-adapter-generation"
 _CLIENT_CLOSED_REQUEST = 499
 
 
-class Writer(Protocol):
+class DocumentWriter(Protocol):
     """Turns outputs into one API's response."""
-
-    def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events, ready to send."""
 
     async def document(self) -> dict[str, Any]:
         """The whole response."""
 
 
+class Writer(DocumentWriter, Protocol):
+    """The same for an API that streams as well."""
+
+    def events(self) -> AsyncIterator[bytes]:
+        """Server-sent events, ready to send."""
+
+
+@overload
+async def respond(
+    request: Request,
+    fanout: Fanout,
+    make_writer: Callable[[Fanout], Awaitable[DocumentWriter]],
+    *,
+    stream: Literal[False],
+) -> Response: ...
+
+
+@overload
 async def respond(
     request: Request,
     fanout: Fanout,
     make_writer: Callable[[Fanout], Awaitable[Writer]],
+    *,
+    stream: bool,
+) -> Response: ...
+
+
+async def respond(
+    request: Request,
+    fanout: Fanout,
+    make_writer: Callable[[Fanout], Awaitable[Any]],
     *,
     stream: bool,
 ) -> Response:
