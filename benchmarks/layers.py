@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import random
-import statistics
 import time
 from collections.abc import Sequence
 from itertools import count
@@ -20,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import DEFAULT_MODEL
+from benchmarks.peers import OUTPUT_TOKENS, PROMPT_TOKENS, medians
 from benchmarks.serving import Load, Timeline, run_load, summarize
 from engine import AsyncEngine, CacheConfig, EngineConfig, LoRAConfig, SamplingParams
-
-PROMPT_TOKENS = 75
-OUTPUT_TOKENS = 64
 
 
 def make_engine(model: Path, threads: int) -> AsyncEngine:
@@ -94,18 +91,10 @@ async def measure(
                 runs[f"c{clients}"]["engine"].append(by_engine)
     await engine.stop()
     figures = {
-        clients: {where: _medians(results) for where, results in by_where.items()}
+        clients: {where: medians(results) for where, results in by_where.items()}
         for clients, by_where in runs.items()
     }
     return {"figures": figures, "ratios": {key: _ratios(**by) for key, by in figures.items()}}
-
-
-def _medians(results: Sequence[dict[str, Any]]) -> dict[str, float]:
-    return {
-        "output_tokens_per_s": statistics.median(run["output_tokens_per_s"] for run in results),
-        "ttft_p50_ms": statistics.median(run["ttft_ms"]["p50"] for run in results),
-        "itl_p50_ms": statistics.median(run["itl_ms"]["p50"] for run in results),
-    }
 
 
 def _ratios(*, engine: dict[str, float], server: dict[str, float]) -> dict[str, float]:
