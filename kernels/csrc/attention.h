@@ -218,7 +218,7 @@ static void attend_direct(const AttentionArgs& args, const AttentionTask& task, 
   i64 rows = task.num_tokens * shape.group;
   float* scores = scratch_array<float>(Scratch::scores, rows * kChunk);
   auto keys_at = [&](i64 j) {
-    WeightRows<T> source = {{}, args.head_dim, 0};
+    WeightRows<T> source = {{}, args.head_dim, nullptr};
     for (int i = 0; i < kTileOuts; ++i) source.rows[i] = pointers.keys[j + i];
     return source;
   };

@@ -56,6 +56,8 @@ class Crew {
     }
   }
 
+  int num_threads() const { return wanted_.load(std::memory_order_relaxed) + 1; }
+
   // Runs work(state) on this thread and on each helper that is free. A second job at the same time is
   // done by its own thread alone.
   void run(void (*work)(void*), void* state) {

@@ -151,6 +151,8 @@ extern const KernelTable kAvx512Bf16Kernels;
 
 // Runs work(state) on this thread and on others that are free, and waits for those that took part.
 void run_workers(void (*work)(void*), void* state);
+// How many these are at most.
+int max_workers();
 
 // Memory that one thread keeps between calls, 64-byte aligned, one area per purpose. A pointer stays
 // valid until the same thread asks the same purpose for more.

@@ -8,9 +8,11 @@
 namespace lorafleet::LF_ISA {
 
 constexpr i64 kRowBlock = 96;
-// Tiles of rows that share four rows of weights while those are in L1.
-constexpr i64 kTileGroup = 3;
+// Tiles of rows share four rows of weights while those are in L1, as many as fit it beside them.
+constexpr i64 kTileGroupBytes = 24 << 10;
 constexpr i64 kMaxChunk = 256;
+// How far ahead of the next four rows weights are fetched: what memory delivers in its own latency.
+constexpr i64 kAheadBytes = 4096;
 
 struct LinearPlan {
   i64 row_block;
@@ -45,18 +47,19 @@ static LinearPlan plan_linear(const LinearArgs& args) {
 template <class T>
 static void multiply_rows(const Staged<T>* x, i64 rows, const T* weight, i64 stride, i64 outs, i64 in,
                           float* out, i64 out_stride) {
-  TileSplit split(rows, in * static_cast<i64>(sizeof(Staged<T>)));
-  i64 width = staged_width(in);
-  // Four rows of weights are too short a stream for the hardware's own prefetcher.
-  i64 ahead = kTileOuts * stride * static_cast<i64>(sizeof(T));
-  for (i64 first = 0; first < split.tiles; first += kTileGroup) {
-    i64 last = min(split.tiles, first + kTileGroup);
+  i64 width = staged_width(in), row_bytes = in * static_cast<i64>(sizeof(Staged<T>));
+  TileSplit split(rows, row_bytes);
+  i64 group = max(1, kTileGroupBytes * split.tiles / (rows * row_bytes));
+  i64 ahead = kTileOuts * stride * static_cast<i64>(sizeof(T)) + kAheadBytes;
+  for (i64 first = 0; first < split.tiles; first += group) {
+    i64 last = min(split.tiles, first + group);
     for (i64 n = 0; n < outs; n += kTileOuts) {
-      WeightRows<T> source = {{}, in, 0};
+      WeightRows<T> source = {{}, in, nullptr};
       // Past the last row it is repeated, and those sums are not used.
       for (int i = 0; i < kTileOuts; ++i) source.rows[i] = weight + min(n + i, outs - 1) * stride;
       for (i64 tile = first; tile < last; ++tile) {
-        source.prefetch_bytes = tile == first ? ahead : 0;
+        const char* start = reinterpret_cast<const char*>(source.rows[0]);
+        source.ahead = tile == 0 ? start + ahead : nullptr;
         i64 row = split.begin(tile);
         dot_tile(split.begin(tile + 1) - row, x + row * width, source, out + row * out_stride + n,
                  out_stride);

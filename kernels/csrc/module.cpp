@@ -9,6 +9,7 @@
 namespace lorafleet {
 
 void run_workers(void (*work)(void*), void* state) { Crew::get().run(work, state); }
+int max_workers() { return Crew::get().num_threads(); }
 
 namespace {
 

@@ -11,15 +11,19 @@
 namespace lorafleet::LF_ISA {
 
 // Rows of x in one tile. Accumulators of kWideRows rows and all four outs fit the register file beside
-// their operands; more rows take two outs at a time.
+// their operands; more rows take two outs at a time. Up to kThinRows all the time goes into waiting for
+// weights, which come fastest in one stream: one out after the other.
 #if LF_VECTOR_BYTES == 64 || defined(__aarch64__)
 constexpr int kTileRows = 8;
 constexpr int kWideRows = 6;
+constexpr int kThinRows = 2;
 #else
 constexpr int kTileRows = 3;
 constexpr int kWideRows = 3;
+constexpr int kThinRows = 1;
 #endif
 constexpr int kTileOuts = 4;
+constexpr i64 kLineBytes = 64;
 // Bytes of a row up to which a panel of kTileRows leaves room for weights in a first cache of 48 KB.
 constexpr i64 kNarrowBytes = 4096;
 
@@ -86,12 +90,17 @@ LF_INLINE void stage_panels(i64 num_rows, i64 width, const RowAt& row_at, S* sta
   }
 }
 
-// Four rows of weights where they lie. Fetches `prefetch_bytes` ahead of what it reads.
+// Four rows of weights where they lie. While they are read, as many bytes are fetched from `ahead` on,
+// unless that is null.
+//
+// In the order of their addresses and into the second cache: what a core can await in its first one is
+// a third of what memory delivers, and the hardware's prefetcher, which runs further ahead, follows
+// one long stream but not four short ones.
 template <class T>
 struct WeightRows {
   const T* rows[kTileOuts];
   i64 width;
-  i64 prefetch_bytes;
+  const char* ahead;
 
   LF_INLINE_MEMBER V first(int n, i64 offset) const { return load_first(rows[n] + offset); }
   LF_INLINE_MEMBER V second(int n, i64 offset) const {
@@ -99,10 +108,13 @@ struct WeightRows {
     LF_RELOAD(row);
     return load_second(row + offset);
   }
-  LF_INLINE_MEMBER void prefetch(int n, i64 offset) const {
-    if (prefetch_bytes > 0) {
-      __builtin_prefetch(reinterpret_cast<const char*>(rows[n] + offset) + prefetch_bytes);
-    }
+  // The share of the step that reads outs First .. First + N - 1 at `offset`; a single out has none.
+  template <int First, int N>
+  LF_INLINE_MEMBER void prefetch(i64 offset) const {
+    if (N == 1 || ahead == nullptr) return;
+    constexpr i64 kStep = N * 2 * W * sizeof(T);
+    const char* share = ahead + (First * width + N * offset) * static_cast<i64>(sizeof(T));
+    LF_UNROLL for (i64 at = 0; at < kStep; at += kLineBytes) __builtin_prefetch(share + at, 0, 2);
   }
   LF_INLINE_MEMBER Pair tail(int n, i64 offset) const {
     return load_pair_tail(rows[n] + offset, width - offset);
@@ -124,21 +136,85 @@ struct WeightPanel {
   LF_INLINE_MEMBER V second(int n, i64 offset) const {
     return load(panel + offset * kTileOuts + (kTileOuts + n) * W);
   }
-  LF_INLINE_MEMBER void prefetch(int, i64) const {}
+  template <int First, int N>
+  LF_INLINE_MEMBER void prefetch(i64) const {}
   LF_INLINE_MEMBER Pair tail(int, i64) const { return Pair(); }
 };
 
-template <int R, int N>
-LF_INLINE void accumulate(V (&acc)[R][N], const float* x, const V (&weights)[N]) {
+// Adds a step's products: column First of acc is the first of Count outs.
+template <int First, int Count, int R, int N>
+LF_INLINE void accumulate(V (&acc)[R][N], const float* x, const V (&weights)[Count]) {
   LF_UNROLL for (int r = 0; r < R; ++r) {
     V value = load(x + r * W);
     LF_KEEP(value);
-    LF_UNROLL for (int n = 0; n < N; ++n) acc[r][n] += value * weights[n];
+    LF_UNROLL for (int n = 0; n < Count; ++n) acc[r][First % N + n] += value * weights[n];
   }
 }
 
+// Adds the products of outs First .. First + Count - 1 of a tile's four to their columns of acc.
+template <int First, int Count, int R, int N, class Weights>
+LF_INLINE void add_products(V (&acc)[R][N], const float* x, const Weights& source) {
+  V weights[Count];
+  i64 offset = 0;
+  for (; offset + 2 * W <= source.width; offset += 2 * W) {
+    source.template prefetch<First, Count>(offset);
+    LF_UNROLL for (int n = 0; n < Count; ++n) {
+      weights[n] = source.first(First + n, offset);
+      LF_KEEP(weights[n]);
+    }
+    accumulate<First>(acc, x + offset * R, weights);
+    LF_UNROLL for (int n = 0; n < Count; ++n) {
+      weights[n] = source.second(First + n, offset);
+      LF_KEEP(weights[n]);
+    }
+    accumulate<First>(acc, x + (offset + W) * R, weights);
+  }
+  if (offset < source.width) {
+    V second[Count];
+    LF_UNROLL for (int n = 0; n < Count; ++n) {
+      Pair pair = source.tail(First + n, offset);
+      weights[n] = pair.first;
+      second[n] = pair.second;
+    }
+    accumulate<First>(acc, x + offset * R, weights);
+    accumulate<First>(acc, x + (offset + W) * R, second);
+  }
+}
+
+#if LF_BF16_DOT
+template <int First, int Count, int R, int N>
+LF_INLINE void accumulate(V (&acc)[R][N], const bf16* x, const VU (&weights)[Count]) {
+  LF_UNROLL for (int r = 0; r < R; ++r) {
+    VU value = load_raw(x + r * 2 * W);
+    LF_KEEP(value);
+    LF_UNROLL for (int n = 0; n < Count; ++n) {
+      V& sum = acc[r][First % N + n];
+      sum = add_dots(sum, value, weights[n]);
+    }
+  }
+}
+
+template <int First, int Count, int R, int N>
+LF_INLINE void add_products(V (&acc)[R][N], const bf16* x, const WeightRows<bf16>& source) {
+  VU weights[Count];
+  i64 offset = 0;
+  for (; offset + 2 * W <= source.width; offset += 2 * W) {
+    source.template prefetch<First, Count>(offset);
+    LF_UNROLL for (int n = 0; n < Count; ++n) {
+      weights[n] = source.raw(First + n, offset);
+      LF_KEEP(weights[n]);
+    }
+    accumulate<First>(acc, x + offset * R, weights);
+  }
+  if (offset < source.width) {
+    LF_UNROLL for (int n = 0; n < Count; ++n) weights[n] = source.raw_tail(First + n, offset);
+    accumulate<First>(acc, x + offset * R, weights);
+  }
+}
+#endif
+
 // Sums the lanes of four accumulators at a time: one row's four outs, or two outs of two rows.
-template <int R, int First, int N>
+template <int First, int R, int N>
 LF_INLINE void store_sums(const V (&acc)[R][N], float* out, i64 out_stride) {
   static_assert(N == 2 || N == 4, "outs of a tile");
   constexpr int kRows = 4 / N;
@@ -155,72 +231,29 @@ LF_INLINE void store_sums(const V (&acc)[R][N], float* out, i64 out_stride) {
 }
 
 // Outs First .. First + N - 1 of a tile's four.
-template <int R, int First, int N, class Weights>
-LF_INLINE void dot_outs(const float* x, const Weights& source, float* out, i64 out_stride) {
+template <int R, int First, int N, class S, class Weights>
+LF_INLINE void dot_outs(const S* x, const Weights& source, float* out, i64 out_stride) {
   V acc[R][N] = {};
-  V weights[N];
-  i64 offset = 0;
-  for (; offset + 2 * W <= source.width; offset += 2 * W) {
-    LF_UNROLL for (int n = 0; n < N; ++n) {
-      weights[n] = source.first(First + n, offset);
-      LF_KEEP(weights[n]);
-      source.prefetch(First + n, offset);
-    }
-    accumulate<R, N>(acc, x + offset * R, weights);
-    LF_UNROLL for (int n = 0; n < N; ++n) {
-      weights[n] = source.second(First + n, offset);
-      LF_KEEP(weights[n]);
-    }
-    accumulate<R, N>(acc, x + (offset + W) * R, weights);
-  }
-  if (offset < source.width) {
-    V second[N];
-    LF_UNROLL for (int n = 0; n < N; ++n) {
-      Pair pair = source.tail(First + n, offset);
-      weights[n] = pair.first;
-      second[n] = pair.second;
-    }
-    accumulate<R, N>(acc, x + offset * R, weights);
-    accumulate<R, N>(acc, x + (offset + W) * R, second);
-  }
-  store_sums<R, First, N>(acc, out, out_stride);
+  add_products<First, N>(acc, x, source);
+  store_sums<First>(acc, out, out_stride);
 }
 
-#if LF_BF16_DOT
-template <int R, int N>
-LF_INLINE void accumulate(V (&acc)[R][N], const bf16* x, const VU (&weights)[N]) {
-  LF_UNROLL for (int r = 0; r < R; ++r) {
-    VU value = load_raw(x + r * 2 * W);
-    LF_KEEP(value);
-    LF_UNROLL for (int n = 0; n < N; ++n) acc[r][n] = add_dots(acc[r][n], value, weights[n]);
-  }
+// All four outs one after the other, so that the weights are read in one stream.
+template <int R, class S, class Weights>
+LF_INLINE void dot_outs_in_turn(const S* x, const Weights& source, float* out, i64 out_stride) {
+  V acc[R][kTileOuts] = {};
+  add_products<0, 1>(acc, x, source);
+  add_products<1, 1>(acc, x, source);
+  add_products<2, 1>(acc, x, source);
+  add_products<3, 1>(acc, x, source);
+  store_sums<0>(acc, out, out_stride);
 }
-
-template <int R, int First, int N>
-LF_INLINE void dot_outs(const bf16* x, const WeightRows<bf16>& source, float* out,
-                        i64 out_stride) {
-  V acc[R][N] = {};
-  VU weights[N];
-  i64 offset = 0;
-  for (; offset + 2 * W <= source.width; offset += 2 * W) {
-    LF_UNROLL for (int n = 0; n < N; ++n) {
-      weights[n] = source.raw(First + n, offset);
-      LF_KEEP(weights[n]);
-      source.prefetch(First + n, offset);
-    }
-    accumulate<R, N>(acc, x + offset * R, weights);
-  }
-  if (offset < source.width) {
-    LF_UNROLL for (int n = 0; n < N; ++n) weights[n] = source.raw_tail(First + n, offset);
-    accumulate<R, N>(acc, x + offset * R, weights);
-  }
-  store_sums<R, First, N>(acc, out, out_stride);
-}
-#endif
 
 template <int R, class S, class Weights>
 LF_INLINE void dot_tile_rows(const S* x, const Weights& source, float* out, i64 out_stride) {
-  if constexpr (R <= kWideRows) {
+  if constexpr (R <= kThinRows) {
+    dot_outs_in_turn<R>(x, source, out, out_stride);
+  } else if constexpr (R <= kWideRows) {
     dot_outs<R, 0, kTileOuts>(x, source, out, out_stride);
   } else {
     dot_outs<R, 0, 2>(x, source, out, out_stride);
