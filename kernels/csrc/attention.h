@@ -1,87 +1,13 @@
 // Causal attention over a paged KV cache, decode and prefill alike.
 //
-// A task is one KV head, a tile of query tokens with all query heads that share it, and a range of
-// the context. The context is walked in chunks at fixed positions with an online softmax. A sequence
-// whose tokens fit one tile has its context cut into ranges of fixed size, so one long context uses
-// all threads and its result still depends on neither the batch nor the number of threads.
+// The context is walked in chunks at fixed positions with an online softmax.
 #pragma once
 
-#include "tiles.h"
+#include "attention_tasks.h"
 
 namespace lorafleet::LF_ISA {
 
-constexpr i64 kChunk = 64;
-constexpr i64 kSplit = 1024;
-constexpr i64 kQueryRows = 48;
 constexpr float kMinusInfinity = -__builtin_inff();
-
-struct AttentionTask {
-  i64 sequence;
-  i64 kv_head;
-  i64 first_token;  // in the sequence's new tokens
-  i64 num_tokens;
-  i64 begin;  // range of the context
-  i64 end;
-  i64 splits;      // ranges of this tile, tasks next to each other
-  float* partial;  // null when this task is the tile's only one
-};
-
-// Softmax state of the rows of one tile: unnormalised outputs, their maxima and sums.
-struct RowStates {
-  float* acc;  // [rows, width]
-  float* maxima;
-  float* sums;
-};
-
-struct TileShape {
-  i64 group;  // query heads per KV head
-  i64 width;  // staged head_dim
-  i64 tile_tokens;
-};
-
-LF_INLINE TileShape tile_shape(const AttentionArgs& args) {
-  i64 group = args.heads / args.kv_heads;
-  return {group, staged_width(args.head_dim), max(1, kQueryRows / group)};
-}
-
-LF_INLINE i64 state_size(i64 rows, i64 width) { return rows * (width + 2); }
-
-LF_INLINE RowStates states_at(float* memory, i64 rows, i64 width) {
-  return {memory, memory + rows * width, memory + rows * (width + 1)};
-}
-
-LF_INLINE i64 sequence_tokens(const AttentionArgs& args, i64 sequence) {
-  return args.query_starts[sequence + 1] - args.query_starts[sequence];
-}
-
-// Context position of a sequence's first new token.
-LF_INLINE i64 first_position(const AttentionArgs& args, i64 sequence) {
-  return args.context_lens[sequence] - sequence_tokens(args, sequence);
-}
-
-// Calls visit(task) for every task; the ranges of one tile come one after the other.
-template <class Visit>
-LF_INLINE void for_each_attention_task(const AttentionArgs& args, const Visit& visit) {
-  TileShape shape = tile_shape(args);
-  for (i64 i = 0; i < args.num_sequences; ++i) {
-    i64 sequence = args.first_sequence + i;
-    i64 tokens = sequence_tokens(args, sequence);
-    for (i64 token = 0; token < tokens; token += shape.tile_tokens) {
-      i64 count = min(shape.tile_tokens, tokens - token);
-      i64 position = first_position(args, sequence) + token;
-      i64 begin = max(0, position + 1 - args.window), end = max(begin, position + count);
-      i64 step = tokens <= shape.tile_tokens ? kSplit : end + kSplit;
-      // An empty context is one empty range, whose outputs are zeros.
-      i64 first = begin / step, splits = max(1, ceil_div(end, step) - first);
-      for (i64 head = 0; head < args.kv_heads; ++head) {
-        for (i64 split = first; split < first + splits; ++split) {
-          visit(AttentionTask{sequence, head, token, count, max(begin, split * step),
-                              min(end, (split + 1) * step), splits, nullptr});
-        }
-      }
-    }
-  }
-}
 
 // Turns a row of scores into weights exp(score - maximum) and rescales what was summed before.
 // Only columns [low, high) are visible; n is the number of columns in use.
@@ -176,7 +102,7 @@ static void mix_chunk(const AttentionArgs& args, const AttentionTask& task, floa
                       const T* const* values, i64 head_dim, i64 begin, i64 n,
                       const RowStates& states) {
   TileShape shape = tile_shape(args);
-  i64 rows = task.num_tokens * shape.group;
+  i64 rows = head_rows(args, task);
   i64 position = first_position(args, task.sequence) + task.first_token;
   for (i64 row = 0; row < rows; ++row) {
     i64 high = position + row / shape.group + 1;
@@ -188,76 +114,61 @@ static void mix_chunk(const AttentionArgs& args, const AttentionTask& task, floa
   mix_values(rows, scores, values, n, head_dim, states.acc, shape.width);
 }
 
+// One head of a chunk. Few rows read keys and values where they lie.
 template <class T>
-struct ChunkPointers {
-  const T* keys[kChunk];
-  const T* values[kChunk];
-};
-
-// Pointers to the keys and values of context positions [begin, begin + n), keys padded to whole tiles.
-template <class T>
-LF_INLINE void locate_chunk(const AttentionArgs& args, const AttentionTask& task, i64 begin, i64 n,
-                            ChunkPointers<T>& pointers) {
-  const std::int32_t* table = args.block_tables + task.sequence * args.block_tables_stride;
-  for (i64 j = 0; j < n; ++j) {
-    i64 position = begin + j;
-    i64 offset = table[position / args.block_size] * args.block_stride +
-                 position % args.block_size * args.token_stride + task.kv_head * args.head_stride;
-    pointers.keys[j] = static_cast<const T*>(args.key_cache) + offset;
-    pointers.values[j] = static_cast<const T*>(args.value_cache) + offset;
-  }
-  for (i64 j = n; j < round_up(n, kTileOuts); ++j) pointers.keys[j] = pointers.keys[0];
-}
-
-// Few rows read keys and values where they lie.
-template <class T>
-static void attend_direct(const AttentionArgs& args, const AttentionTask& task, const float* query,
-                          const ChunkPointers<T>& pointers, i64 begin, i64 n,
-                          const RowStates& states) {
-  TileShape shape = tile_shape(args);
-  i64 rows = task.num_tokens * shape.group;
+static void attend_in_place(const AttentionArgs& args, const AttentionTask& task, i64 head,
+                            const Staged<T>* query, const ChunkPlaces<T>& places, i64 begin,
+                            const RowStates& states, ChunkFetch<T>& fetch) {
+  i64 rows = head_rows(args, task), offset = head * args.head_stride;
   float* scores = scratch_array<float>(Scratch::scores, rows * kChunk);
   auto keys_at = [&](i64 j) {
+    fetch.step();
     WeightRows<T> source = {{}, args.head_dim, nullptr};
-    for (int i = 0; i < kTileOuts; ++i) source.rows[i] = pointers.keys[j + i];
+    // Past the last key it is repeated, and those scores are not used.
+    for (int i = 0; i < kTileOuts; ++i) source.rows[i] = places.keys[min(j + i, places.n - 1)] + offset;
     return source;
   };
-  dot_rows(rows, query, shape.width, n, keys_at, scores, kChunk);
-  mix_chunk(args, task, scores, pointers.values, args.head_dim, begin, n, states);
+  dot_rows(rows, query, tile_shape(args).width, places.n, keys_at, scores, kChunk);
+  const T* values[kChunk];
+  for (i64 j = 0; j < places.n; ++j) values[j] = places.values[j] + offset;
+  mix_chunk(args, task, scores, values, args.head_dim, begin, places.n, states);
 }
 
 // Many rows share keys and values converted once.
 template <class T>
-static void attend_staged(const AttentionArgs& args, const AttentionTask& task, const float* query,
-                          const ChunkPointers<T>& pointers, i64 begin, i64 n,
-                          const RowStates& states) {
-  TileShape shape = tile_shape(args);
-  i64 rows = task.num_tokens * shape.group, width = shape.width;
+static void attend_staged(const AttentionArgs& args, const AttentionTask& task, i64 head,
+                          const float* query, const ChunkPlaces<T>& places, i64 begin,
+                          const RowStates& states, ChunkFetch<T>&) {
+  i64 rows = head_rows(args, task), width = tile_shape(args).width, offset = head * args.head_stride;
   float* scores = scratch_array<float>(Scratch::scores, rows * kChunk);
   float* keys = scratch_array<float>(Scratch::weights, 2 * kChunk * width);
   float* values = keys + kChunk * width;
   const float* value_rows[kChunk];
-  for (i64 j = 0; j < n; ++j) {
-    stage_in_panel(pointers.keys[j], args.head_dim, j % kTileOuts, kTileOuts,
+  for (i64 j = 0; j < places.n; ++j) {
+    stage_in_panel(places.keys[j] + offset, args.head_dim, j % kTileOuts, kTileOuts,
                    keys + j / kTileOuts * kTileOuts * width);
-    stage_row(pointers.values[j], args.head_dim, values + j * width);
+    stage_row(places.values[j] + offset, args.head_dim, values + j * width);
     value_rows[j] = values + j * width;
   }
   auto keys_at = [&](i64 j) { return WeightPanel{keys + j * width, width}; };
-  dot_rows(rows, query, width, n, keys_at, scores, kChunk);
-  mix_chunk(args, task, scores, value_rows, width, begin, n, states);
+  dot_rows(rows, query, width, places.n, keys_at, scores, kChunk);
+  mix_chunk(args, task, scores, value_rows, width, begin, places.n, states);
 }
 
-template <class T>
-static void attend(const AttentionArgs& args, const AttentionTask& task, const RowStates& states) {
+LF_INLINE i64 first_row(const AttentionArgs& args, const AttentionTask& task) {
+  return args.query_starts[task.sequence] - args.query_starts[args.first_sequence] +
+         task.first_token;
+}
+
+// Stages the queries of one head, and starts its states.
+template <class T, class S>
+static void start_head(const AttentionArgs& args, const AttentionTask& task, i64 head, S* query,
+                       const RowStates& states) {
   TileShape shape = tile_shape(args);
-  i64 rows = task.num_tokens * shape.group;
-  float* query = scratch_array<float>(Scratch::rows, rows * shape.width);
-  i64 token = args.query_starts[task.sequence] - args.query_starts[args.first_sequence] +
-              task.first_token;
+  i64 rows = head_rows(args, task), token = first_row(args, task);
   auto row_at = [&](i64 row) {
     return static_cast<const T*>(args.query) + (token + row / shape.group) * args.query_token_stride +
-           (task.kv_head * shape.group + row % shape.group) * args.query_head_stride;
+           ((task.kv_head + head) * shape.group + row % shape.group) * args.query_head_stride;
   };
   stage_panels(rows, args.head_dim, row_at, query);
   for (i64 row = 0; row < rows; ++row) {
@@ -265,13 +176,46 @@ static void attend(const AttentionArgs& args, const AttentionTask& task, const R
     states.sums[row] = 0;
   }
   __builtin_memset(states.acc, 0, rows * shape.width * sizeof(float));
-  auto attend_chunk = rows <= kTileRows ? attend_direct<T> : attend_staged<T>;
-  ChunkPointers<T> pointers;
-  for (i64 begin = task.begin; begin < task.end;) {
-    i64 n = min(task.end, (begin / kChunk + 1) * kChunk) - begin;
-    locate_chunk(args, task, begin, n, pointers);
-    attend_chunk(args, task, query, pointers, begin, n, states);
-    begin += n;
+}
+
+// Attends chunk by chunk and head by head. S is what queries are staged as; what `next` will read first
+// is asked for during the last chunk, unless that is null.
+template <class T, class S, class AttendChunk>
+static void attend_with(const AttentionArgs& args, const AttentionTask& task,
+                        const AttentionTask* next, float* memory, const AttendChunk& attend_chunk) {
+  i64 head_size = head_rows(args, task) * tile_shape(args).width;
+  S* query = scratch_array<S>(Scratch::rows, task.num_heads * head_size);
+  for (i64 head = 0; head < task.num_heads; ++head) {
+    start_head<T>(args, task, head, query + head * head_size, states_at(args, task, memory, head));
+  }
+  ChunkPlaces<T> chunks[2];
+  if (task.begin < task.end) locate_chunk(args, task, task.begin, chunks[0]);
+  for (i64 begin = task.begin, number = 0; begin < task.end; ++number) {
+    const ChunkPlaces<T>& chunk = chunks[number % 2];
+    ChunkPlaces<T>& ahead = chunks[(number + 1) % 2];
+    i64 end = begin + chunk.n;
+    ahead.n = 0;
+    if (end < task.end) {
+      locate_chunk(args, task, end, ahead);
+    } else if (next != nullptr && next->begin < next->end) {
+      locate_chunk(args, *next, next->begin, ahead);
+    }
+    ChunkFetch<T> fetch(args, task, ahead, task.num_heads * ceil_div(chunk.n, kTileOuts));
+    for (i64 head = 0; head < task.num_heads; ++head) {
+      attend_chunk(args, task, head, query + head * head_size, chunk, begin,
+                   states_at(args, task, memory, head), fetch);
+    }
+    begin = end;
+  }
+}
+
+template <class T>
+static void attend(const AttentionArgs& args, const AttentionTask& task, const AttentionTask* next,
+                   float* memory) {
+  if (reads_in_place(args, task.num_tokens)) {
+    attend_with<T, Staged<T>>(args, task, next, memory, attend_in_place<T>);
+  } else {
+    attend_with<T, float>(args, task, nullptr, memory, attend_staged<T>);
   }
 }
 
@@ -291,15 +235,13 @@ static void merge_states(const RowStates& into, const RowStates& from, i64 rows,
 }
 
 template <class T>
-static void store_rows(const AttentionArgs& args, const AttentionTask& task,
+static void store_head(const AttentionArgs& args, const AttentionTask& task, i64 head,
                        const RowStates& states) {
   TileShape shape = tile_shape(args);
-  i64 token = args.query_starts[task.sequence] - args.query_starts[args.first_sequence] +
-              task.first_token;
-  for (i64 row = 0; row < task.num_tokens * shape.group; ++row) {
-    i64 head = task.kv_head * shape.group + row % shape.group;
+  i64 token = first_row(args, task), first_head = (task.kv_head + head) * shape.group;
+  for (i64 row = 0; row < head_rows(args, task); ++row) {
     T* out = static_cast<T*>(args.out) +
-             ((token + row / shape.group) * args.heads + head) * args.head_dim;
+             ((token + row / shape.group) * args.heads + first_head + row % shape.group) * args.head_dim;
     float factor = states.sums[row] == 0 ? 0.0f : 1.0f / states.sums[row];
     for_pairs(args.head_dim, [&](i64 offset, i64 count) {
       Pair value = load_pair(states.acc + row * shape.width + offset);
@@ -308,15 +250,28 @@ static void store_rows(const AttentionArgs& args, const AttentionTask& task,
   }
 }
 
+// Writes the outputs of a tile, whose ranges are `tasks`.
+template <class T>
+static void store_tile(const AttentionArgs& args, const AttentionTask* tasks, float* memory) {
+  for (i64 head = 0; head < tasks->num_heads; ++head) {
+    RowStates states = states_at(args, *tasks, memory, head);
+    for (i64 split = 1; split < tasks->splits; ++split) {
+      merge_states(states, states_at(args, tasks[split], tasks[split].partial, head),
+                   head_rows(args, *tasks), tile_shape(args).width);
+    }
+    store_head<T>(args, *tasks, head, states);
+  }
+}
+
 template <class T>
 static void paged_attention(const AttentionArgs& args) {
-  TileShape shape = tile_shape(args);
-  i64 num_tasks = 0, partial_size = 0, row_positions = 0;
+  i64 num_tasks = 0, partial_size = 0, own_size = 0, row_positions = 0;
   for_each_attention_task(args, [&](const AttentionTask& task) {
-    i64 rows = task.num_tokens * shape.group;
+    i64 size = states_size(args, task);
     ++num_tasks;
-    if (task.splits > 1) partial_size += state_size(rows, shape.width);
-    row_positions += (rows + 8) * (task.end - task.begin);
+    own_size = max(own_size, size);
+    if (task.splits > 1) partial_size += size;
+    row_positions += (head_rows(args, task) + 8) * task.num_heads * (task.end - task.begin);
   });
   AttentionTask* tasks = scratch_array<AttentionTask>(Scratch::tasks, num_tasks);
   float* partial = scratch_array<float>(Scratch::partial, partial_size);
@@ -324,31 +279,21 @@ static void paged_attention(const AttentionArgs& args) {
   for_each_attention_task(args, [&](AttentionTask task) {
     if (task.splits > 1) {
       task.partial = partial;
-      partial += state_size(task.num_tokens * shape.group, shape.width);
+      partial += states_size(args, task);
     }
     tasks[count++] = task;
   });
   run_tasks(num_tasks, row_positions * args.head_dim / 16, [&](auto next) {
-    float* own = scratch_array<float>(Scratch::out, state_size(max(kQueryRows, shape.group), shape.width));
+    float* own = scratch_array<float>(Scratch::out, own_size);
     for (i64 index; next(index);) {
       const AttentionTask& task = tasks[index];
-      i64 rows = task.num_tokens * shape.group;
-      float* memory = task.partial != nullptr ? task.partial : own;
-      RowStates states = states_at(memory, rows, shape.width);
-      attend<T>(args, task, states);
-      if (task.partial == nullptr) store_rows<T>(args, task, states);
+      const AttentionTask* after = index + 1 < num_tasks ? &task + 1 : nullptr;
+      attend<T>(args, task, after, task.splits > 1 ? task.partial : own);
+      if (task.splits == 1) store_tile<T>(args, &task, own);
     }
   });
   for (i64 index = 0; index < num_tasks; index += tasks[index].splits) {
-    const AttentionTask& task = tasks[index];
-    if (task.splits == 1) continue;
-    i64 rows = task.num_tokens * shape.group;
-    RowStates states = states_at(task.partial, rows, shape.width);
-    for (i64 split = 1; split < task.splits; ++split) {
-      merge_states(states, states_at(tasks[index + split].partial, rows, shape.width), rows,
-                   shape.width);
-    }
-    store_rows<T>(args, task, states);
+    if (tasks[index].splits > 1) store_tile<T>(args, tasks + index, tasks[index].partial);
   }
 }
 

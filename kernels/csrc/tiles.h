@@ -286,10 +286,10 @@ static void dot_tile(i64 num_rows, const S* x, const Weights& source, float* out
 
 // out[r, n] for all panels of x; weights_at(n) gives the weights of outs n .. n + 3. `out` has room for
 // outs rounded up to kTileOuts.
-template <class WeightsAt>
-LF_INLINE void dot_rows(i64 num_rows, const float* x, i64 x_width, i64 outs,
+template <class S, class WeightsAt>
+LF_INLINE void dot_rows(i64 num_rows, const S* x, i64 x_width, i64 outs,
                         const WeightsAt& weights_at, float* out, i64 out_stride) {
-  TileSplit split(num_rows, x_width * static_cast<i64>(sizeof(float)));
+  TileSplit split(num_rows, x_width * static_cast<i64>(sizeof(S)));
   for (i64 tile = 0; tile < split.tiles; ++tile) {
     i64 begin = split.begin(tile), count = split.begin(tile + 1) - begin;
     for (i64 n = 0; n < outs; n += kTileOuts) {
