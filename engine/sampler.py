@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from engine.errors import EngineError, InvalidRequestError
@@ -133,8 +134,10 @@ def _draws_on_device(logits: torch.Tensor) -> bool:
 
 def _choose_on_host(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[int]:
     """Choose for each row; -1 where its logits are not finite."""
-    chosen = logits.argmax(dim=-1)
-    is_finite = logits.gather(1, chosen.unsqueeze(1)).isfinite().squeeze(1).tolist()
+    # numpy finds the place of a maximum several times as fast as torch.
+    values = logits.numpy()
+    chosen = values.argmax(axis=1)
+    is_finite = np.isfinite(values[np.arange(len(chosen)), chosen])
     token_ids: list[int] = chosen.tolist()
     for row, state in enumerate(states):
         if not is_finite[row]:
