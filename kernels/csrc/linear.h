@@ -44,22 +44,28 @@ static LinearPlan plan_linear(const LinearArgs& args) {
 
 // out[r, n] = x[r] . weight[n], x given as panels, weights read straight from memory. `out` has room for
 // outs rounded up to kTileOuts.
+//
+// The first pass over the weights fetches what it will read soon. Where more follow, which find them in
+// the second cache, these fetch what lies behind the weights in turn: that is the next task's.
 template <class T>
 static void multiply_rows(const Staged<T>* x, i64 rows, const T* weight, i64 stride, i64 outs, i64 in,
                           float* out, i64 out_stride) {
   i64 width = staged_width(in), row_bytes = in * static_cast<i64>(sizeof(Staged<T>));
   TileSplit split(rows, row_bytes);
   i64 group = max(1, kTileGroupBytes * split.tiles / (rows * row_bytes));
-  i64 ahead = kTileOuts * stride * static_cast<i64>(sizeof(T)) + kAheadBytes;
-  for (i64 first = 0; first < split.tiles; first += group) {
-    i64 last = min(split.tiles, first + group);
+  i64 passes = ceil_div(split.tiles, group);
+  i64 out_bytes = stride * static_cast<i64>(sizeof(T));
+  for (i64 pass = 0; pass < passes; ++pass) {
+    i64 first = pass * group, last = min(split.tiles, first + group);
+    i64 ahead = pass == 0 ? kTileOuts * out_bytes + kAheadBytes : outs * out_bytes;
     for (i64 n = 0; n < outs; n += kTileOuts) {
       WeightRows<T> source = {{}, in, nullptr};
       // Past the last row it is repeated, and those sums are not used.
       for (int i = 0; i < kTileOuts; ++i) source.rows[i] = weight + min(n + i, outs - 1) * stride;
+      bool fetches = pass == 0 || n / kTileOuts % (passes - 1) == pass - 1;
       for (i64 tile = first; tile < last; ++tile) {
         const char* start = reinterpret_cast<const char*>(source.rows[0]);
-        source.ahead = tile == 0 ? start + ahead : nullptr;
+        source.ahead = fetches && tile == first ? start + ahead : nullptr;
         i64 row = split.begin(tile);
         dot_tile(split.begin(tile + 1) - row, x + row * width, source, out + row * out_stride + n,
                  out_stride);
