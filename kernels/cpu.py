@@ -6,8 +6,8 @@ others run on torch. The signatures are those of ``kernels.ops``.
 
 Results are repeatable and independent of the number of threads. In `linear`, the norms,
 `silu_and_mul` and `lora_apply` a row's result does not depend on the rows beside it, in
-`paged_decode` a sequence's not on the sequences beside it. One exception: on CPUs that multiply
-bfloat16 natively, `linear` gives many rows to torch, which promises no such thing.
+`paged_decode` a sequence's not on the sequences beside it. One exception: on CPUs with AMX,
+`linear` gives many rows to torch, which promises no such thing.
 """
 
 import logging
@@ -29,11 +29,9 @@ from kernels.torch_ops import lora_shrink as lora_shrink
 _LOG = logging.getLogger(__name__)
 _DTYPES = frozenset({torch.float32, torch.bfloat16})
 
-# From this many rows on, hardware that multiplies bfloat16 itself beats float32 arithmetic however
-# well done: its peak is 8 times as high with tiles (AMX), twice with AVX-512 BF16. Below, both wait
-# for memory, and torch's call costs more.
+# From this many rows on, hardware with tiles (AMX) beats all other arithmetic however well done:
+# its peak is several times as high. Below, both wait for memory, and torch's call costs more.
 _AMX_MIN_ROWS = 32
-_AVX512_BF16_MIN_ROWS = 128
 
 
 def _load() -> Any:
@@ -52,16 +50,8 @@ def _load() -> Any:
     return extension
 
 
-def _native_bf16_min_rows() -> int | None:
-    if torch.cpu._is_amx_tile_supported():
-        return _AMX_MIN_ROWS
-    if torch.cpu._is_avx512_bf16_supported():
-        return _AVX512_BF16_MIN_ROWS
-    return None
-
-
 _extension = _load()
-_native_min_rows = _native_bf16_min_rows()
+_tiles_min_rows = _AMX_MIN_ROWS if torch.cpu._is_amx_tile_supported() else None
 _num_threads = torch.get_num_threads()
 
 
@@ -143,9 +133,7 @@ def linear_multi(
 def prefers_torch(x: torch.Tensor) -> bool:
     """Return whether torch multiplies so many rows faster, on hardware for it."""
     return (
-        _native_min_rows is not None
-        and x.dtype == torch.bfloat16
-        and x.shape[0] >= _native_min_rows
+        _tiles_min_rows is not None and x.dtype == torch.bfloat16 and x.shape[0] >= _tiles_min_rows
     )
 
 

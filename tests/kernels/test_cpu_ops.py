@@ -51,10 +51,10 @@ def test_linear_matches_reference(dtype: torch.dtype, in_size: int, out_size: in
 def test_linear_of_a_row_is_the_same_in_every_batch(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "_native_min_rows", None)
-    x, weight = normal(40, 577, dtype=dtype), normal(67, 577, dtype=dtype)
+    monkeypatch.setattr(cpu, "_tiles_min_rows", None)
+    x, weight = normal(140, 577, dtype=dtype), normal(67, 577, dtype=dtype)
     alone = torch.cat([cpu.linear(row, weight) for row in x[:, None]])
-    for rows in (2, 5, 7, 13, 40):
+    for rows in (2, 5, 7, 13, 40, 140):
         assert torch.equal(cpu.linear(x[-rows:], weight), alone[-rows:])
 
 

@@ -50,7 +50,7 @@ def test_jobs_at_the_same_time_do_not_mix() -> None:
 def test_torch_keeps_one_thread_and_is_lent_more_for_what_it_does_better(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cpu, "_native_min_rows", 1)
+    monkeypatch.setattr(cpu, "_tiles_min_rows", 1)
     seen = []
 
     def linear(*args: torch.Tensor | None) -> torch.Tensor:
