@@ -45,7 +45,10 @@ async def make_async_engine(config: DeploymentConfig, num_threads: int) -> Gener
     from engine.async_engine import AsyncEngine
 
     model = await asyncio.to_thread(find_model, config.model)
-    engine = AsyncEngine(config.engine.build(model, num_threads=num_threads))
+    engine = AsyncEngine(
+        config.engine.build(model, num_threads=num_threads),
+        stream_interval_s=config.coalesce_ms / 1000,
+    )
     await engine.start()
     return engine
 
@@ -69,7 +72,6 @@ class LLMReplica:
             replica_id,
             self._engine,
             base_model,
-            coalesce_s=config.coalesce_ms / 1000,
             metrics=metrics,
             profile=config.profile,
             telemetry=make_telemetry(config, replica_id),

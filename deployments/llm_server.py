@@ -11,7 +11,6 @@ from typing import cast
 from adapters import AdapterVersion
 from deployments.backend import BaseModelInfo
 from deployments.cluster_protocol import ForcedEnd
-from deployments.coalesce import coalesce, crowd_interval_s
 from deployments.engine_port import GeneratingEngine
 from deployments.errors import (
     AdapterRejectedError,
@@ -48,7 +47,6 @@ class LLMServer:
         engine: GeneratingEngine,
         base_model: BaseModelInfo,
         *,
-        coalesce_s: float,
         metrics: ReplicaMetrics | None = None,
         profile: ModelProfile | None = None,
         telemetry: RequestTelemetry | None = None,
@@ -57,8 +55,6 @@ class LLMServer:
         self._telemetry = telemetry
         self.base_model = base_model
         self._engine = engine
-        self._coalesce_s = coalesce_s
-        self._num_streams = 0
         self._encoder = PromptEncoder(engine.tokenizer)
         self._planner = OutputPlanner(engine.tokenizer)
         self._profile = profile or ModelProfile()
@@ -207,27 +203,21 @@ class LLMServer:
         params: SamplingParams,
         admitted: AdmittedAdapter | None,
     ) -> AsyncGenerator[list[RequestOutput], None]:
-        stream = coalesce(
-            self._engine.generate(
-                request.request_id,
-                prompt_token_ids,
-                params,
-                lora=None if admitted is None else admitted.lora,
-                priority=request.priority,
-                tenant=request.tenant,
-                timeout_s=request.timeout_s,
-            ),
-            lambda: crowd_interval_s(self._coalesce_s, self._num_streams),
+        stream = self._engine.generate(
+            request.request_id,
+            prompt_token_ids,
+            params,
+            lora=None if admitted is None else admitted.lora,
+            priority=request.priority,
+            tenant=request.tenant,
+            timeout_s=request.timeout_s,
         )
-        self._num_streams += 1
         try:
             async with aclosing(cast("AsyncGenerator[list[RequestOutput], None]", stream)):
                 async for outputs in stream:
                     yield outputs
         except EngineDeadError as error:
             raise ReplicaUnavailableError("the replica's engine has stopped") from error
-        finally:
-            self._num_streams -= 1
 
 
 def _named(admitted: AdmittedAdapter | None) -> tuple[str | None, int]:

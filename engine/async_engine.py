@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -21,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from adapters import LoRARequest
 from engine.adapter_set import AdapterSet
 from engine.config import EngineConfig
+from engine.delivery import Delivery, Stream
 from engine.engine import Engine
 from engine.errors import AdapterNotLoadedError, EngineDeadError
 from engine.grammar import Grammar
@@ -37,46 +37,22 @@ T = TypeVar("T")
 _NUM_LOADER_THREADS = 4
 
 
-class _Stream:
-    """Where the outputs of one request go: a queue in its caller's event loop."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[list[RequestOutput] | Exception] = asyncio.Queue()
-
-    def put(self, item: list[RequestOutput] | Exception) -> None:
-        """Hand over from the engine's thread."""
-        # A closed loop has nobody left to tell.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
-
-    async def get(self) -> list[RequestOutput]:
-        """Return what has come since the last call, at least one output."""
-        item = await self._queue.get()
-        while not (isinstance(item, Exception) or self._queue.empty()):
-            following = self._queue.get_nowait()
-            if isinstance(following, Exception):
-                raise following
-            item = item + following
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-
 class AsyncEngine:
     """An Engine whose steps run in a thread of its own.
 
     ``generate`` is a plain async generator: closing it, or cancelling its consumer, aborts the
     request. ``start`` loads the model; ``stop`` ends open requests with EngineDeadError.
+    A stream's outputs come at most every ``stream_interval_s`` seconds, with many streams up to
+    five times that; its first and its last outputs wait for nothing.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, stream_interval_s: float = 0.0) -> None:
         self._config = config
+        self._delivery = Delivery(stream_interval_s)
         self._loaders = ThreadPoolExecutor(_NUM_LOADER_THREADS, thread_name_prefix="lora-loader")
         # Adapters must not wait behind grammars, which may take seconds.
         self._compilers = ThreadPoolExecutor(1, thread_name_prefix="grammar-compiler")
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._streams: dict[str, _Stream] = {}
         self._started: Future[Engine] = Future()
         self._stopping = False
         self._death: BaseException | None = None
@@ -134,7 +110,7 @@ class AsyncEngine:
         def remove() -> None:
             adapters.remove(digest)
             if force:
-                self._deliver(self._engine.abort_adapter(digest))
+                self._delivery.add(self._engine.abort_adapter(digest))
 
         await self._call(remove)
 
@@ -178,7 +154,7 @@ class AsyncEngine:
         and of one tenant for different adapters, take turns within a priority.
         """
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        stream = _Stream()
+        stream = Stream()
         add = partial(
             self._add,
             stream,
@@ -202,7 +178,7 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream ends with finish_reason "abort". Unknown ids are no error."""
-        await self._call(lambda: self._deliver(self._engine.abort_request(request_id)))
+        await self._call(lambda: self._delivery.add(self._engine.abort_request(request_id)))
 
     async def _grammar(self, params: SamplingParams) -> Grammar | None:
         """Compile a restriction where it holds up neither the event loop nor a step."""
@@ -247,7 +223,7 @@ class AsyncEngine:
 
     def _add(
         self,
-        stream: _Stream,
+        stream: Stream,
         request_id: str,
         prompt: list[int],
         params: SamplingParams,
@@ -259,12 +235,11 @@ class AsyncEngine:
         self._engine.add_request(
             request_id, prompt, params, lora=lora, terms=terms, grammar=grammar
         )
-        self._streams[request_id] = stream
+        self._delivery.open(request_id, stream)
 
-    def _abort(self, request_id: str, stream: _Stream) -> None:
+    def _abort(self, request_id: str, stream: Stream) -> None:
         """End the request of a stream that nobody reads any more."""
-        if self._streams.get(request_id) is stream:
-            del self._streams[request_id]
+        if self._delivery.close(request_id, stream):
             self._engine.abort_request(request_id)
 
     def _run(self) -> None:
@@ -283,9 +258,11 @@ class AsyncEngine:
             while not self._stopping:
                 self._run_commands(until_s=0.0 if can_step else engine.next_deadline_s)
                 if engine.has_work:
-                    self._deliver(engine.step())
+                    self._delivery.add(engine.step())
                 # A stalled engine waits for adapters; the end of a load is a command.
                 can_step = engine.has_work and not engine.is_stalled
+                if not can_step:
+                    self._delivery.flush()
         except Exception as error:
             logger.exception("the engine failed")
             self._death = error
@@ -304,18 +281,6 @@ class AsyncEngine:
             command()
             timeout_s = 0.0
 
-    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        """Hand each request its outputs of this step, in one item."""
-        grouped: dict[str, list[RequestOutput]] = {}
-        for output in outputs:
-            grouped.setdefault(output.request_id, []).append(output)
-        for request_id, items in grouped.items():
-            stream = self._streams.get(request_id)
-            if stream is not None:
-                stream.put(items)
-                if items[-1].request_finished:
-                    del self._streams[request_id]
-
     def _die(self) -> None:
         """Tell everyone who waits that nothing will come."""
         if self._death is None:
@@ -325,6 +290,4 @@ class AsyncEngine:
             self._run_commands(until_s=0.0)
         except Exception:
             logger.exception("a command failed while the engine ended")
-        for stream in self._streams.values():
-            stream.put(error)
-        self._streams.clear()
+        self._delivery.fail(error)

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from deployments.coalesce import merge_outputs
 from deployments.openai.fanout import PromptOutput
+from engine.delivery import merge_outputs
 from engine.outputs import FinishReason, PositionLogprobs, RequestOutput
 
 

@@ -128,7 +128,7 @@ class World:
         assert not self.link.table.is_used(digest)
         assert not self.link.table._uses
         assert not self.server._running
-        assert not self.engine._streams
+        assert not self.engine._delivery._streams
         # Nobody holds the files: the store could remove them.
         fd = lock_existing(self.store_dir / "adapters" / digest, shared=False, wait=False)
         assert fd is not None
@@ -165,7 +165,7 @@ async def open_world(engine: AsyncEngine, tmp_path: Path) -> AsyncIterator[World
         created=0,
     )
     profile = ModelProfile(chat_template="{% for m in messages %}{{ m.content }} {% endfor %}")
-    server = LLMServer("r1", engine, info, coalesce_s=0.002, profile=profile)
+    server = LLMServer("r1", engine, info, profile=profile)
     link = ReplicaLink(
         Register(member=MemberId("r1", "1")),
         controller,

@@ -50,7 +50,7 @@ async def client(engine: AsyncEngine) -> AsyncIterator[Client]:
         vocab_size=engine.vocab_size,
         created=0,
     )
-    server = LLMServer("replica-1", engine, base, coalesce_s=0.002)
+    server = LLMServer("replica-1", engine, base)
     async with Client(LocalBackend(server)) as client:
         yield client
 
@@ -235,7 +235,7 @@ async def test_required_and_named_calls_obey_their_own_schemas(
         created=0,
     )
     profile = ModelProfile(chat_template=TEMPLATE, generation=SamplingDefaults(max_tokens=110))
-    server = LLMServer("replica-1", engine, base, coalesce_s=0.002, profile=profile)
+    server = LLMServer("replica-1", engine, base, profile=profile)
     body: Json = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "seed": 5}
     async with Client(LocalBackend(server)) as client:
         for choice in ("required", {"type": "function", "function": {"name": "two"}}):
@@ -261,7 +261,7 @@ async def test_required_and_named_calls_obey_their_own_schemas(
 async def test_tools_without_a_place_in_the_template_are_refused(engine: AsyncEngine) -> None:
     base = BaseModelInfo(id="tiny", root="", max_model_len=128, vocab_size=131, created=0)
     profile = ModelProfile(chat_template="{{ messages[0].content }}")
-    server = LLMServer("replica-1", engine, base, coalesce_s=0.002, profile=profile)
+    server = LLMServer("replica-1", engine, base, profile=profile)
     async with Client(LocalBackend(server)) as client:
         body = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS}
         response = await client.post("/v1/chat/completions", json=body)

@@ -78,7 +78,7 @@ async def test_a_replica_refuses_before_it_tokenises() -> None:
 
     engine = FakeEngine(max_running=0, tokenizer=Tokenizer())
     info = BaseModelInfo(id="b", root="b", max_model_len=128, vocab_size=256, created=0)
-    server = LLMServer("r1", engine, info, coalesce_s=0.0)
+    server = LLMServer("r1", engine, info)
     request = GenerateRequest(request_id="r", prompt=PromptInput(text="x"), params=SamplingParams())
     with pytest.raises(QueueFullError):
         await anext(server.generate(request))

@@ -40,7 +40,7 @@ def replica(cluster: Cluster) -> Replica:
 
 @pytest.fixture
 def server(replica: Replica) -> LLMServer:
-    server = LLMServer("r1", replica.engine, INFO, coalesce_s=0.0)
+    server = LLMServer("r1", replica.engine, INFO)
     server.attach(replica.link)
     return server
 
@@ -212,7 +212,7 @@ async def test_dead_engine_is_an_unavailable_replica(
 
 
 async def test_replica_that_has_not_joined_serves_the_base_model_only(replica: Replica) -> None:
-    server = LLMServer("r1", replica.engine, INFO, coalesce_s=0.0)
+    server = LLMServer("r1", replica.engine, INFO)
     await collect(server.generate(request()))
     with pytest.raises(ReplicaUnavailableError):
         await anext(server.generate(request("sql")))

@@ -60,7 +60,7 @@ def server_of(cluster: Cluster) -> LLMServer:
     replica = cluster.replicas["r1"]
     info = BaseModelInfo(id=BASE, root=BASE, max_model_len=128, vocab_size=256, created=0)
     telemetry = RequestTelemetry("r1", BASE, None)
-    server = LLMServer("r1", replica.engine, info, coalesce_s=0.0, telemetry=telemetry)
+    server = LLMServer("r1", replica.engine, info, telemetry=telemetry)
     server.attach(replica.link)
     return server
 

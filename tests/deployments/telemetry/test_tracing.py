@@ -84,7 +84,7 @@ async def client(engine: AsyncEngine, traces: Traces) -> AsyncIterator[httpx.Asy
         id="tiny", root="tiny", max_model_len=128, vocab_size=engine.vocab_size, created=0
     )
     telemetry = RequestTelemetry("r1", "tiny", traces.tracer)
-    server = LLMServer("r1", engine, base, coalesce_s=0.002, telemetry=telemetry)
+    server = LLMServer("r1", engine, base, telemetry=telemetry)
     app = create_http_app(LocalBackend(server), telemetry=HttpTelemetry(traces.tracer))
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -164,7 +164,7 @@ def traced_server(cluster: Cluster, traces: Traces) -> LLMServer:
     replica = cluster.replicas["r1"]
     info = BaseModelInfo(id=BASE, root=BASE, max_model_len=128, vocab_size=256, created=0)
     telemetry = RequestTelemetry("r1", BASE, traces.tracer)
-    server = LLMServer("r1", replica.engine, info, coalesce_s=0.0, telemetry=telemetry)
+    server = LLMServer("r1", replica.engine, info, telemetry=telemetry)
     server.attach(replica.link)
     return server
 
