@@ -50,10 +50,8 @@ model: $(VENV)/.installed
 	@$(BIN)/python -m scripts.prepare_demo
 
 serve: setup
-	@mkdir -p $(CACHE)
-	@sed 's/^\( *port:\) .*/\1 $(PORT)/' serve_config.yaml > $(CACHE)/serve_config.yaml
 	@echo "==> serving on http://127.0.0.1:$(PORT), ready when /health answers 200"
-	@exec $(BIN)/serve run $(CACHE)/serve_config.yaml
+	@exec $(BIN)/lorafleet serve serve_config.yaml --port $(PORT)
 
 test: setup
 	$(BIN)/python -m pytest

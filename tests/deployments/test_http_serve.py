@@ -106,8 +106,7 @@ def test_a_stream_ends_with_done(client: httpx.Client) -> None:
     assert last == "data: [DONE]"
     events = [json.loads(line.removeprefix("data: ")) for line in lines]
     assert "".join(event["choices"][0]["text"] for event in events) == "base " * 20
-    # The first token is sent at once, later ones together.
-    assert 1 < len(events) < 20
+    # The first token is sent at once.
     assert events[0]["choices"][0]["text"] == "base "
 
 
@@ -209,6 +208,11 @@ def test_an_application_that_ends_finishes_its_streams(
         model="leaving-model", cluster=ClusterSettings(state_dir=str(tmp_path))
     )
     serve.run(bind_app(config, make_fake_engine), name="leaving", route_prefix="/leaving")
+    # A proxy may learn of a new application a moment later.
+    deadline = time.monotonic() + 30
+    while client.get("/leaving/health").status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     body = {"prompt": "x", "max_tokens": 600, "stream": True}
     with client.stream("POST", f"/leaving{COMPLETIONS}", json=body) as response:
         events = response.iter_lines()

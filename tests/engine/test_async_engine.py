@@ -206,3 +206,18 @@ async def test_start_raises_what_loading_raises(tmp_path: Path) -> None:
     engine = AsyncEngine(EngineConfig(model=tmp_path))
     with pytest.raises(UnsupportedModelError):
         await engine.start()
+
+
+async def test_later_tokens_of_a_stream_come_together(checkpoint: Path) -> None:
+    # An interval that never ends in a test: only the first output and the last may go.
+    engine = AsyncEngine(
+        EngineConfig(model=checkpoint, dtype="float32", num_threads=1), stream_interval_s=1000
+    )
+    await engine.start()
+    try:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        items = [item async for item in engine.generate("r", PROMPT, params)]
+        assert [len(output.token_ids) for item in items for output in item] == [1, 7]
+        assert items[-1][-1].request_finished
+    finally:
+        await engine.stop()

@@ -36,7 +36,7 @@ def write_config(path: Path, *, port: int, state_dir: Path, adapters: Path) -> N
 
 @contextlib.contextmanager
 def serve_run(config: Path, log: Path, *, port: int) -> Iterator[str]:
-    """Run ``serve run`` until the block ends; yields the URL once /health is 200."""
+    """Run ``lorafleet serve`` until the block ends; yields the URL once /health is 200."""
     environment = os.environ | {
         "RAY_USAGE_STATS_ENABLED": "0",
         "HF_HUB_OFFLINE": "1",
@@ -44,7 +44,7 @@ def serve_run(config: Path, log: Path, *, port: int) -> Iterator[str]:
     }
     with log.open("w") as output:
         process = subprocess.Popen(
-            [str(Path(sys.executable).with_name("serve")), "run", str(config)],
+            [str(Path(sys.executable).with_name("lorafleet")), "serve", str(config)],
             cwd=CHECKOUT,
             env=environment,
             stdout=output,

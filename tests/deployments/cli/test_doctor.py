@@ -1,8 +1,7 @@
-"""``lorafleet doctor`` finds what it is there to find, and ``lorafleet serve`` what to start."""
+"""``lorafleet doctor`` finds what it is there to find."""
 
 import asyncio
 import json
-import os
 import shutil
 import socket
 import sys
@@ -183,26 +182,6 @@ def test_the_command_reports_a_broken_configuration(tmp_path: Path) -> None:
     found = {finding["check"]: finding for finding in json.loads(result.output)}
     assert found["configuration"]["level"] == "fail"
     assert "max_lora" in found["configuration"]["text"]
-
-
-def test_serve_becomes_serve_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    started: list[list[str]] = []
-    monkeypatch.setattr(os, "execv", lambda _, command: started.append(command))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    config = CHECKOUT / "serve_config.yaml"
-    assert CliRunner().invoke(app, ["serve", str(config)]).exit_code == 0
-    assert started[0][1:] == ["run", str(config)]
-    CliRunner().invoke(app, ["serve", str(config), "--port", "9000"])
-    copy = yaml.safe_load(Path(started[1][2]).read_text())
-    original = yaml.safe_load(config.read_text())
-    assert copy["http_options"] == {"host": "127.0.0.1", "port": 9000}
-    assert copy["applications"] == original["applications"]
-
-
-def test_serve_refuses_what_is_no_configuration(tmp_path: Path) -> None:
-    (tmp_path / "other.yaml").write_text("model: x\n")
-    result = CliRunner().invoke(app, ["serve", str(tmp_path / "other.yaml")])
-    assert result.exit_code == 2 and "applications" in result.output
 
 
 def test_shells_can_complete(monkeypatch: pytest.MonkeyPatch) -> None:
