@@ -64,3 +64,28 @@ def test_torch_keeps_one_thread_and_is_lent_more_for_what_it_does_better(
     cpu.linear(normal(1, 8, dtype=torch.bfloat16), normal(4, 8, dtype=torch.bfloat16))
     assert seen == [2]
     assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize(
+    ("tiles_min_rows", "dtype", "rows", "expected"),
+    [
+        (None, torch.bfloat16, 4096, False),
+        (32, torch.bfloat16, 31, False),
+        (32, torch.bfloat16, 32, True),
+        # Tiles multiply no float32.
+        (32, torch.float32, 4096, False),
+    ],
+)
+def test_torch_is_preferred_for_many_rows_on_hardware_with_tiles_alone(
+    monkeypatch: pytest.MonkeyPatch,
+    tiles_min_rows: int | None,
+    dtype: torch.dtype,
+    rows: int,
+    expected: bool,
+) -> None:
+    monkeypatch.setattr(cpu, "_tiles_min_rows", tiles_min_rows)
+    assert cpu.prefers_torch(torch.zeros(rows, 8, dtype=dtype)) is expected
+
+
+def test_tiles_are_used_where_torch_says_that_there_are_some() -> None:
+    assert (cpu._tiles_min_rows is not None) == torch.cpu._is_amx_tile_supported()
