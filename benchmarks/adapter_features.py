@@ -19,7 +19,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from benchmarks.engine import DEFAULT_MODEL, EngineUnderTest, Workload, run_cases
+from benchmarks.engine import run_cases
+from benchmarks.engine_under_test import DEFAULT_MODEL, EngineUnderTest, Workload
 from benchmarks.machine import measure_machine
 from engine import LoRAConfig
 

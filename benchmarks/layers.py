@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import DEFAULT_MODEL
+from benchmarks.engine_under_test import DEFAULT_MODEL
 from benchmarks.peers import OUTPUT_TOKENS, PROMPT_TOKENS, medians
 from benchmarks.serving import Load, Timeline, run_load, summarize
 from engine import AsyncEngine, CacheConfig, EngineConfig, LoRAConfig, SamplingParams

@@ -14,8 +14,11 @@ FIGURES = {
     "mixed8_b8": {"tokens_per_s": 180.0, "ttft_p50_s": 0.5, "decode_step_s": 0.03},
     "mixed16_b16": {"tokens_per_s": 240.0, "ttft_p50_s": 1.0, "decode_step_s": 0.05},
     "slots8_adapters16_b16": {"tokens_per_s": 180.0, "ttft_p50_s": 1.5, "decode_step_s": 0.05},
+    "prefill512": {"tokens_per_s": 5.0, "ttft_p50_s": 0.2, "decode_step_s": 0.0},
+    "base_traffic": {"tokens_per_s": 300.0, "ttft_p50_s": 0.4, "decode_step_s": 0.0},
+    "zipf1000": {"tokens_per_s": 255.0, "ttft_p50_s": 0.5, "decode_step_s": 0.0},
 }
-FLOORS = {"b1": 0.01, "b8": 0.015}
+FLOORS = {"base_b1": 0.01, "base_b8": 0.015, "prefill512": 0.13}
 
 
 def with_figure(case: str, field: str, factor: float) -> dict[str, dict[str, float]]:
@@ -32,6 +35,8 @@ def test_ratios_are_of_the_figures() -> None:
             "decode_step_over_floor_b1": 2.0,
             "decode_step_over_floor_b8": 2.0,
             "slots_thrash_ttft": 1.5,
+            "prefill_over_matrix_rate": 0.65,
+            "zipf1000_over_base": 0.85,
         }
     )
 
@@ -45,6 +50,8 @@ def test_ratios_are_of_the_figures() -> None:
         ("base_b8", "decode_step_s", 1.3, "decode_step_over_floor_b8"),
         ("slots8_adapters16_b16", "ttft_p50_s", 1.3, "slots_thrash_ttft"),
         ("slots8_adapters16_b16", "tokens_per_s", 0.7, "slots_thrash_throughput"),
+        ("prefill512", "ttft_p50_s", 1.3, "prefill_over_matrix_rate"),
+        ("zipf1000", "tokens_per_s", 0.7, "zipf1000_over_base"),
     ],
 )
 def test_a_worse_figure_is_a_loss(case: str, field: str, factor: float, ratio: str) -> None:
