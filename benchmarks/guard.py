@@ -1,9 +1,10 @@
 """Guards the committed ratios: a short run of the engine benchmark that fails on a loss.
 
-    python -m benchmarks.guard            # make bench-quick, some two minutes
+    python -m benchmarks.guard            # make bench-quick, one to two minutes
 
 Ratios and not times, as machines differ. A ratio may be ``TOLERANCE`` worse than the committed one:
-two runs on a quiet machine differ by half of that.
+two runs on a quiet machine differ by half of that. Traffic of a thousand names is left out: it
+takes longer than all of the rest.
 """
 
 import argparse
@@ -20,6 +21,9 @@ from benchmarks.engine_under_test import DEFAULT_MODEL
 
 COMMITTED = Path(__file__).with_name("results") / "engine.json"
 TOLERANCE = 0.15
+# Memory that others share is at times twice as fast; a step then waits less for it, but the rest of
+# the step stays, and the ratio to the floor is half as large again.
+FLOOR_TOLERANCE = 0.6
 
 _CASES = frozenset(
     {
@@ -33,7 +37,8 @@ _CASES = frozenset(
     }
 )
 # All others are throughputs over throughputs.
-_LESS_IS_BETTER = ("decode_step_over_floor", "slots_thrash_ttft")
+_OVER_FLOOR = "decode_step_over_floor"
+_LESS_IS_BETTER = (_OVER_FLOOR, "slots_thrash_ttft")
 
 
 def losses(committed: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
@@ -45,6 +50,11 @@ def losses(committed: Mapping[str, float], measured: Mapping[str, float]) -> dic
         for name, value in measured.items()
         if name in committed
     }
+
+
+def is_lost(name: str, loss: float) -> bool:
+    """Whether a ratio is worse than any quiet machine would make it."""
+    return loss > (FLOOR_TOLERANCE if name.startswith(_OVER_FLOOR) else TOLERANCE)
 
 
 def main() -> None:
@@ -66,11 +76,11 @@ def main() -> None:
         )["ratios"]
     found = losses(committed, measured)
     for name, loss in found.items():
-        verdict = "LOST" if loss > TOLERANCE else "ok"
+        verdict = "LOST" if is_lost(name, loss) else "ok"
         print(
             f"{name:34} {committed[name]:7.3f} -> {measured[name]:7.3f}  {-loss:+7.1%}  {verdict}"
         )
-    sys.exit(any(loss > TOLERANCE for loss in found.values()))
+    sys.exit(any(is_lost(name, loss) for name, loss in found.items()))
 
 
 if __name__ == "__main__":
